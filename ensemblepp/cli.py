@@ -1,0 +1,198 @@
+"""The command line: `ensemblepp bandit` runs experiments, `ensemblepp report` turns run folders into pages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, InstantiationException
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+import ensemblepp
+from ensemblepp.errors import CheckpointError, ParameterError
+from ensemblepp.report import build_report
+from ensemblepp.runs import run_bandit
+from ensemblepp.store import RunFolder, RunFolderError
+
+USAGE = """ensemblepp: Thompson-sampling exploration with Ensemble++
+
+usage: ensemblepp COMMAND [options]
+
+commands:
+  bandit    run agents on bandit problems      ensemblepp bandit env=digits agent=linear_ensemble_pp
+  report    compare finished runs              ensemblepp report runs/
+
+`ensemblepp COMMAND --help` explains a command and lists its options.
+`ensemblepp --version` prints the version.
+"""
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+# Keys that say where and how a run is carried out; every other key is part of what the run is.
+_CONDUCT = ("output_dir", "checkpoint_period", "tensorboard", "progress", "overwrite")
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class ModelConfig:
+    """What every agent of a comparison assumes about rewards; environments set it, the command line overrides."""
+
+    noise_scale: float = 1.0
+    prior_mean: float = 0.0
+    prior_covariance: float = 1.0
+
+
+@dataclass
+class BanditConfig:
+    """Run-level options of `ensemblepp bandit`; agents and environments take theirs from their constructors."""
+
+    agent: Any = MISSING
+    env: Any = MISSING
+    model: ModelConfig = field(default_factory=ModelConfig)
+    seed: int = 0
+    num_replicas: int = 16
+    horizon: int = 1000
+    device: str = "cpu"
+    dtype: str = "float32"
+    output_dir: str = "runs/bandit"
+    checkpoint_period: int = 1000
+    tensorboard: bool = True
+    progress: bool = True
+    overwrite: bool = False
+
+
+@dataclass
+class ReportConfig:
+    """Options of `ensemblepp report`."""
+
+    paths: list[str] = field(default_factory=lambda: ["runs"])
+    output: str | None = None
+    statistic: str = "mean"
+    title: str | None = None
+
+
+def main() -> None:
+    """Run the command named first on the command line."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--version"]:
+        print(ensemblepp.__version__)
+        return
+    commands: dict[str, Callable[[], None]] = {"bandit": _bandit, "report": _report}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    name, *rest = arguments
+    if name not in commands:
+        print(f"ensemblepp: unknown command {name!r}; known: {', '.join(sorted(commands))}", file=sys.stderr)
+        sys.exit(2)
+    if name == "report":
+        rest = _name_paths(rest)
+    store = ConfigStore.instance()
+    store.store(name="bandit_schema", node=BanditConfig)
+    store.store(name="report_schema", node=ReportConfig)
+    sys.argv = [f"{sys.argv[0]} {name}", *rest]
+    commands[name]()
+
+
+def _name_paths(arguments: list[str]) -> list[str]:
+    """Turn bare folder arguments of `report` into the override `paths=[...]`."""
+    paths = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
+    if not paths:
+        return arguments
+    quoted = ",".join("'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'" for path in paths)
+    return [argument for argument in arguments if argument not in paths] + [f"paths=[{quoted}]"]
+
+
+@hydra.main(version_base="1.3", config_path="pkg://ensemblepp.configs", config_name="bandit")
+def _bandit(config: DictConfig) -> None:
+    _tell_errors(lambda: _run_bandit(config))
+
+
+@hydra.main(version_base="1.3", config_path="pkg://ensemblepp.configs", config_name="report")
+def _report(config: DictConfig) -> None:
+    def build() -> None:
+        options = {"title": config.title} if config.title is not None else {}
+        build_report(list(config.paths), config.output, statistic=config.statistic, **options)
+
+    _tell_errors(build)
+
+
+def _tell_errors(action: Callable[[], Result]) -> Result:
+    """Run `action`; errors that the caller can mend are shown as one line instead of a traceback."""
+    try:
+        return action()
+    except InstantiationException as error:
+        raise CompactHydraException(str(error.__cause__ or error)) from None
+    except (ParameterError, CheckpointError, RunFolderError, FileNotFoundError, ImportError) as error:
+        raise CompactHydraException(str(error)) from None
+
+
+def _run_bandit(config: DictConfig) -> None:
+    choices = HydraConfig.get().runtime.choices
+    identity = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(identity, dict)
+    for key in _CONDUCT:
+        identity.pop(key)
+    agent_label, environment_label = str(choices["agent"]), str(choices["env"])
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+    path = Path(config.output_dir) / f"{environment_label}-{agent_label}-{digest}"
+    if config.overwrite and path.exists():
+        shutil.rmtree(path)
+    environment, agent = build_problem(config)
+    folder = RunFolder.create(
+        path,
+        {str(key): value for key, value in identity.items()},
+        agent=agent_label,
+        environment=environment_label,
+        seed=config.seed,
+        num_replicas=config.num_replicas,
+        horizon=config.horizon,
+        command="ensemblepp bandit " + " ".join(sys.argv[1:]),
+    )
+    print(f"{environment_label} / {agent_label} -> {os.path.relpath(path)}")
+    if folder.status == "finished":
+        print("  already finished; overwrite=true runs it again")
+        return
+    folder.resume()
+    runs = run_bandit(
+        agent,
+        environment,
+        config.horizon,
+        folder=folder,
+        checkpoint_period=config.checkpoint_period,
+        tensorboard=config.tensorboard,
+        progress=config.progress,
+    )
+    print(f"  regret after {runs.horizon} steps: {runs.summary()['regret/cumulative']}")
+
+
+def build_problem(config: DictConfig) -> tuple[Any, Any]:
+    """Build the environment and the agent that a bandit configuration names, and check that they fit."""
+    if config.dtype not in _DTYPES:
+        raise ParameterError("dtype", "ensemblepp bandit", f"be one of {', '.join(_DTYPES)}", repr(config.dtype))
+    shared: dict[str, Any] = {
+        "num_replicas": config.num_replicas,
+        "seed": config.seed,
+        "device": config.device,
+        "dtype": _DTYPES[config.dtype],
+    }
+    environment = hydra.utils.instantiate(config.env, **shared)
+    agent = hydra.utils.instantiate(
+        config.agent,
+        feature_dim=environment.feature_dim,
+        num_arms=environment.num_arms if environment.per_arm else None,
+        **shared,
+    )
+    agent.check_environment(environment)
+    return environment, agent

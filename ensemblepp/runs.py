@@ -1,0 +1,266 @@
+"""The bandit loop: agents and environments meet here, and only through the protocols in `types`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from ensemblepp import checkpoint
+from ensemblepp.errors import ParameterError, check_int
+from ensemblepp.intervals import Interval, Statistic, bootstrap_interval
+from ensemblepp.plots import plot_regret
+from ensemblepp.store import RunFolder
+from ensemblepp.types import Agent, Environment, Transition
+
+MAX_LOGGED_STEPS = 500
+_CHECKPOINT_KIND = "bandit run"
+_REFRESH_SECONDS = 0.25
+
+
+def logged_steps(horizon: int, max_points: int = MAX_LOGGED_STEPS) -> NDArray[np.int64]:
+    """Return at most `max_points` steps in 1..horizon, geometrically spaced, the last one among them."""
+    return np.unique(np.geomspace(1, horizon, min(horizon, max_points)).round().astype(np.int64))
+
+
+@dataclass
+class BanditRuns:
+    """What `num_replicas` independent learners went through.
+
+    Attributes:
+        agent: Label of the agent.
+        environment: Label of the environment.
+        cumulative_regret: (replicas, steps), expected regret in reward units.
+        rewards: (replicas, steps), in reward units.
+        metrics: The agent's own metrics at `logged_steps`, each (replicas, points).
+        cpu_seconds: Processor time spent in the loop, all attempts together.
+    """
+
+    agent: str
+    environment: str
+    cumulative_regret: NDArray[np.float64]
+    rewards: NDArray[np.float64]
+    metrics: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
+
+    @property
+    def num_replicas(self) -> int:
+        return self.cumulative_regret.shape[0]
+
+    @property
+    def horizon(self) -> int:
+        return self.cumulative_regret.shape[1]
+
+    def summary(self, statistic: Statistic = "mean") -> dict[str, Interval]:
+        """Return final cumulative regret and mean reward with 95 % bootstrap intervals over replicas."""
+        return {
+            "regret/cumulative": bootstrap_interval(self.cumulative_regret[:, -1], statistic),
+            "reward/mean": bootstrap_interval(self.rewards.mean(axis=1), statistic),
+        }
+
+    def plot(self, path: str | Path) -> None:
+        """Write the mean regret curve with its band to `path` (.png or .svg)."""
+        steps = logged_steps(self.horizon)
+        curve = (steps, self.cumulative_regret[:, steps - 1])
+        plot_regret(path, {self.agent: curve}, title=self.environment)
+
+    def save(self, folder: str | Path | RunFolder, *, seed: int = 0) -> RunFolder:
+        """Write results, full regret curve and summary into a run folder, and mark it finished."""
+        if not isinstance(folder, RunFolder):
+            config = {"agent": self.agent, "environment": self.environment}
+            folder = RunFolder.create(
+                folder,
+                config,
+                agent=self.agent,
+                environment=self.environment,
+                seed=seed,
+                num_replicas=self.num_replicas,
+                horizon=self.horizon,
+            )
+        steps = logged_steps(self.horizon)
+        mean_reward = self.rewards.cumsum(axis=1)[:, steps - 1] / steps
+        logged = {"regret/cumulative": self.cumulative_regret[:, steps - 1], "reward/mean": mean_reward}
+        folder.write_results(steps, logged | self.metrics)
+        folder.write_regret(np.arange(1, self.horizon + 1), self.cumulative_regret)
+        folder.write_summary(dict(self.summary()))
+        folder.finish(max(0.0, self.cpu_seconds - folder.manifest.cpu_seconds))
+        return folder
+
+
+def run_bandit(
+    agent: Agent,
+    environment: Environment,
+    horizon: int,
+    *,
+    folder: RunFolder | None = None,
+    checkpoint_period: int = 1000,
+    tensorboard: bool = False,
+    progress: bool = False,
+) -> BanditRuns:
+    """Let every replica of `agent` play `environment` for `horizon` steps.
+
+    With a run folder the state of agent, environment and loop is saved every `checkpoint_period` steps, and a run
+    that was killed continues from there; on the CPU the result is bit for bit that of an uninterrupted run.
+
+    Args:
+        agent: Freshly built; a saved run replaces its state.
+        environment: Freshly built, with the agent's sizes.
+        horizon: Decisions per replica.
+        folder: Where checkpoints, TensorBoard events and results go; None keeps everything in memory.
+        checkpoint_period: Steps between checkpoints. Lower loses less work to a crash and writes more.
+        tensorboard: Write scalar curves at `logged_steps` into the run folder.
+        progress: Show a bar with the mean regret so far and the time left.
+
+    Raises:
+        ParameterError: Sizes that do not fit, before anything runs.
+    """
+    check_int("horizon", "run_bandit", horizon)
+    check_int("checkpoint_period", "run_bandit", checkpoint_period)
+    if tensorboard and folder is None:
+        raise ParameterError("tensorboard", "run_bandit", "come with a run folder", True)
+    agent.check_environment(environment)
+    loop = _Loop(agent, environment, horizon, logged_steps(horizon))
+    saved = None if folder is None else folder.checkpoints / "latest.ckpt"
+    if saved is not None and saved.exists():
+        loop.load_state_dict(checkpoint.load(saved, kind=_CHECKPOINT_KIND))
+    writer = _scalar_writer(folder, loop.step) if tensorboard and folder is not None else None
+    bar = _progress_bar(progress)
+    try:
+        with bar:
+            task = bar.add_task("", total=horizon, completed=loop.step, regret=0.0)
+            refreshed = 0.0
+            while loop.step < horizon:
+                loop.advance()
+                if progress and (time.monotonic() - refreshed > _REFRESH_SECONDS or loop.step == horizon):
+                    bar.update(task, completed=loop.step, regret=float(loop.total_regret.mean()))
+                    refreshed = time.monotonic()
+                if writer is not None and loop.step in loop.logged:
+                    for tag, value in loop.scalars().items():
+                        writer.add_scalar(tag, value, loop.step)
+                if saved is not None and loop.step % checkpoint_period == 0 and loop.step < horizon:
+                    checkpoint.save(saved, loop.state_dict(), kind=_CHECKPOINT_KIND)
+        runs = loop.finish()
+        if folder is not None:
+            runs.agent, runs.environment = folder.manifest.agent, folder.manifest.environment
+            checkpoint.save(saved or "", loop.state_dict(), kind=_CHECKPOINT_KIND)
+            runs.save(folder)
+        return runs
+    except BaseException as error:
+        if folder is not None:
+            folder.fail(error, max(0.0, loop.cpu_seconds - folder.manifest.cpu_seconds))
+        raise
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+class _Loop:
+    """The state of one run between two steps; records stay on the device until they are asked for."""
+
+    def __init__(self, agent: Agent, environment: Environment, horizon: int, logged: NDArray[np.int64]) -> None:
+        self.agent, self.environment, self.horizon = agent, environment, horizon
+        self.step = 0
+        self.logged = {int(step): point for point, step in enumerate(logged)}
+        self.metrics: dict[str, Tensor] = {}
+        self._spent = 0.0
+        self._started = time.process_time()
+
+    @property
+    def cpu_seconds(self) -> float:
+        return self._spent + time.process_time() - self._started
+
+    def advance(self) -> None:
+        """Play one step."""
+        contexts, mask = self.environment.observe()
+        decision = self.agent.act(contexts, mask)
+        feedback = self.environment.step(decision)
+        metrics = self.agent.update(Transition(decision.features, feedback.reward, decision.arm))
+        regret, reward = feedback.regret.sum(-1), feedback.reward.mean(-1)
+        if self.step == 0:
+            self.regrets = regret.new_zeros(self.horizon, len(regret))
+            self.rewards = torch.zeros_like(self.regrets)
+            self.total_regret = torch.zeros_like(regret, dtype=torch.float64)
+        self.regrets[self.step], self.rewards[self.step] = regret, reward
+        self.total_regret += regret
+        self.step += 1
+        point = self.logged.get(self.step)
+        if point is not None:
+            for name, value in metrics.items():
+                record = self.metrics.setdefault(name, value.new_zeros(len(self.logged), len(regret)))
+                record[point] = value.mean(-1)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the means over replicas at the current step, for TensorBoard."""
+        last = self.step - 1
+        values = {
+            "regret/cumulative": self.total_regret,
+            "regret/instant": self.regrets[last],
+            "rollout/ep_rew_mean": self.rewards[last],
+        }
+        values |= {name: record[self.logged[self.step]] for name, record in self.metrics.items()}
+        return {tag: float(value.mean()) for tag, value in values.items()}
+
+    def finish(self) -> BanditRuns:
+        return BanditRuns(
+            agent=type(self.agent).__name__,
+            environment=type(self.environment).__name__,
+            cumulative_regret=self.regrets.double().cumsum(0).T.numpy(force=True),
+            rewards=self.rewards.double().T.numpy(force=True),
+            metrics={name: record.double().T.numpy(force=True) for name, record in self.metrics.items()},
+            cpu_seconds=self.cpu_seconds,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "horizon": self.horizon,
+            "cpu_seconds": self.cpu_seconds,
+            "agent": self.agent.state_dict(),
+            "environment": self.environment.state_dict(),
+            "records": {
+                "regrets": self.regrets[: self.step],
+                "rewards": self.rewards[: self.step],
+                "total_regret": self.total_regret,
+            },
+            # Metric names hold slashes, which separate keys in a checkpoint.
+            "metric_names": list(self.metrics),
+            "metrics": {str(i): record for i, record in enumerate(self.metrics.values())},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["horizon"] != self.horizon:
+            raise ParameterError("horizon", "run_bandit", f"equal the saved run's {state['horizon']}", self.horizon)
+        self.agent.load_state_dict(state["agent"])
+        self.environment.load_state_dict(state["environment"])
+        self.step, self._spent = state["step"], state["cpu_seconds"]
+        records = state["records"]
+        self.total_regret = records["total_regret"]
+        self.regrets = self.total_regret.new_zeros(self.horizon, len(self.total_regret), dtype=records["regrets"].dtype)
+        self.rewards = torch.zeros_like(self.regrets)
+        self.regrets[: self.step], self.rewards[: self.step] = records["regrets"], records["rewards"]
+        self.metrics = {name: state["metrics"][str(i)] for i, name in enumerate(state["metric_names"])}
+
+
+def _progress_bar(shown: bool) -> Progress:
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("regret {task.fields[regret]:.1f}"),
+        TimeRemainingColumn(compact=True),
+    )
+    return Progress(*columns, disable=not shown)
+
+
+def _scalar_writer(folder: RunFolder, step: int) -> Any:
+    # Imported late: TensorBoard takes longer to import than a short run takes.
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder.path / "tensorboard"), purge_step=step or None)

@@ -1,0 +1,13 @@
+"""Environments, one file per problem."""
+
+from ensemblepp.envs.classification import ClassificationBandit
+from ensemblepp.envs.datasets import DATASETS, ClassificationData, load_dataset
+from ensemblepp.envs.gym import BanditEnv, register_environments
+from ensemblepp.envs.linear import LinearBandit
+
+__all__ = ["DATASETS", "BanditEnv", "ClassificationBandit", "ClassificationData", "LinearBandit", "load_dataset"]
+
+register_environments()
+
+if __name__ != "ensemblepp.envs":
+    raise ImportError(f"the folder envs is the package ensemblepp.envs: import ensemblepp.envs, not {__name__}")
