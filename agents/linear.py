@@ -166,8 +166,11 @@ class LinearAgent:
         return choose(scores, mask, generator=self.streams["act"], owner=self._owner)
 
     def _direction(self, parameter: Tensor) -> Tensor:
-        """Return the direction to maximise on a compact action set."""
-        return parameter
+        """Return the direction to maximise on a compact action set: a random one where the parameter is zero."""
+        # All directions of a zero parameter tie.
+        generator = self.streams["act"]
+        draw = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=parameter.dtype)
+        return torch.where((parameter == 0).all(-1, keepdim=True), draw, parameter)
 
     def _check_contexts(self, contexts: Tensor) -> Tensor:
         axes, sizes = "replicas batch arms feature_dim", [self.num_replicas, None, None, self.feature_dim]

@@ -28,9 +28,7 @@ class LinearThompsonSampling(LinearAgent):
     Source: Agrawal and Goyal (2013), Thompson sampling for contextual bandits with linear payoffs (arXiv 1209.3352).
     """
 
-    def __init__(
-        self, feature_dim: int, *, exploration_scale: float = 1.0, **options: Unpack[LinearOptions]
-    ) -> None:
+    def __init__(self, feature_dim: int, *, exploration_scale: float = 1.0, **options: Unpack[LinearOptions]) -> None:
         super().__init__(feature_dim, **options)
         self.exploration_scale = check_real("exploration_scale", self._owner, exploration_scale, at_least=0.0)
 
@@ -60,9 +58,7 @@ class LinUCB(LinearAgent):
     (arXiv 1003.0146), algorithm 1 with posterior in place of ridge covariance.
     """
 
-    def __init__(
-        self, feature_dim: int, *, exploration_scale: float = 1.0, **options: Unpack[LinearOptions]
-    ) -> None:
+    def __init__(self, feature_dim: int, *, exploration_scale: float = 1.0, **options: Unpack[LinearOptions]) -> None:
         super().__init__(feature_dim, **options)
         self.exploration_scale = check_real("exploration_scale", self._owner, exploration_scale, at_least=0.0)
 
@@ -146,7 +142,7 @@ class EpsilonGreedy(LinearAgent):
         return choose(scores, mask, generator=self.streams["act"], owner=self._owner)
 
     def _direction(self, parameter: Tensor) -> Tensor:
-        return torch.where(self._explore(parameter), _isotropic(parameter, self.streams["act"]), parameter)
+        return super()._direction(torch.where(self._explore(parameter), 0.0, parameter))
 
     def _explore(self, like: Tensor) -> Tensor:
         draw = torch.rand((*like.shape[:2], 1), generator=self.streams["act"], device=like.device)
@@ -167,14 +163,9 @@ class Uniform(LinearAgent):
         super().__init__(feature_dim, **options)
 
     def scores(self, contexts: Tensor, index: Tensor | None) -> Float[Tensor, "replicas batch arms"]:
-        """Return equal scores; the tie is broken uniformly."""
-        shape = contexts.shape[:3] if self.num_arms is None else (*contexts.shape[:2], self.num_arms)
-        return contexts.new_zeros(shape)
+        """Return equal scores, so that the tie is broken uniformly; NaN for contexts that are not finite."""
+        equal = torch.where(torch.isfinite(contexts).all(-1), 0.0, torch.nan).to(contexts.dtype)
+        return equal if self.num_arms is None else equal.unsqueeze(-1).expand(-1, -1, self.num_arms)
 
     def _direction(self, parameter: Tensor) -> Tensor:
-        return _isotropic(parameter, self.streams["act"])
-
-
-def _isotropic(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw standard normal vectors: their directions are uniform on the sphere."""
-    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+        return super()._direction(torch.zeros_like(parameter))

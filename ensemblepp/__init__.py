@@ -1,9 +1,13 @@
-"""Ensemble++: scalable Thompson-sampling exploration.
+"""Thompson-sampling exploration with Ensemble++.
 
-One rank-1 step moves a mean and M ensemble directions alike; a random index then turns one forward pass into one
-posterior sample.
+A random index and M ensemble directions turn one forward pass into one posterior sample; one incremental step moves
+the mean and all directions alike.
 """
 
-from importlib.metadata import version
+import importlib.metadata
 
-__version__ = version("ensemblepp")
+from ensemblepp.online import OnlineBandit, OnlineDecision
+
+__version__ = importlib.metadata.version("ensemblepp")
+
+__all__ = ["OnlineBandit", "OnlineDecision", "__version__"]

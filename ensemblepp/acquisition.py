@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ensemblepp.errors import check_all, check_shape
+from ensemblepp.errors import ParameterError, check_all, check_shape
 
 
 def choose(
@@ -28,7 +28,7 @@ def choose(
         owner: Who asks, for error messages.
 
     Raises:
-        ParameterError: A mask row that allows no arm, a mask of another shape, or a NaN score of an allowed arm.
+        ParameterError: No arm at all, a mask row that allows no arm, a mask of another shape, or a NaN score of an allowed arm.
     """
     best = candidates(scores, mask, owner=owner)
     rank = best.cumsum(-1, dtype=torch.int32)
@@ -47,6 +47,8 @@ def candidates(
     Raises:
         ParameterError: As `choose`.
     """
+    if scores.shape[-1] == 0:
+        raise ParameterError("scores", owner, "have at least one arm", f"shape {tuple(scores.shape)}")
     if mask is None:
         check_all("scores", owner, "not be NaN", ~torch.isnan(scores), scores)
         return scores == scores.amax(-1, keepdim=True)

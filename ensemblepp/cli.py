@@ -20,7 +20,7 @@ from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 import ensemblepp
-from ensemblepp.errors import CheckpointError, ParameterError
+from ensemblepp.errors import CheckpointError, ParameterError, check_choice, check_int
 from ensemblepp.report import build_report
 from ensemblepp.runs import run_bandit
 from ensemblepp.store import RunFolder, RunFolderError
@@ -179,8 +179,9 @@ def _run_bandit(config: DictConfig) -> None:
 
 def build_problem(config: DictConfig) -> tuple[Any, Any]:
     """Build the environment and the agent that a bandit configuration names, and check that they fit."""
-    if config.dtype not in _DTYPES:
-        raise ParameterError("dtype", "ensemblepp bandit", f"be one of {', '.join(_DTYPES)}", repr(config.dtype))
+    check_choice("dtype", "ensemblepp bandit", config.dtype, _DTYPES)
+    for name in ("horizon", "checkpoint_period"):
+        check_int(name, "ensemblepp bandit", config[name])
     shared: dict[str, Any] = {
         "num_replicas": config.num_replicas,
         "seed": config.seed,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,7 +27,8 @@ from scipy import stats
 
 from ensemblepp.errors import ParameterError, check_choice, check_int, check_real
 
-Statistic: TypeAlias = Literal["mean", "iqm", "median"]
+Statistic: TypeAlias = str
+"""A key of `STATISTIC_NAMES`: "mean", "iqm" or "median". A plain string, as it arrives from command lines."""
 Array: TypeAlias = NDArray[np.float64]
 
 STATISTIC_NAMES = {"mean": "mean", "iqm": "interquartile mean", "median": "median"}

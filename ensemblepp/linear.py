@@ -15,6 +15,7 @@ from ensemblepp.types import StateDict
 _OWNER = "LinearPosterior"
 # Data are conditioned on in blocks of at most this many: the k x k solve grows as k^3, the rest only as k.
 _MAX_BLOCK = 64
+_CACHED_ENTRIES = 2**19
 
 
 class LinearPosterior:
@@ -134,8 +135,8 @@ class LinearPosterior:
     def _combine(self, columns: Tensor, index: Tensor, scale: float) -> Tensor:
         """Return [mu | A] @ [1 | scale * zeta] as one product."""
         weights = torch.cat([torch.ones_like(index[..., :1]), scale * index], dim=-1).mT
-        combined = columns.reshape(self.num_replicas, -1, columns.shape[-1]) @ weights
-        return combined.mT.unflatten(-1, (*self._lead[1:], self.feature_dim))
+        combined = (columns.reshape(self.num_replicas, -1, columns.shape[-1]) @ weights).mT
+        return combined.reshape(*index.shape[:2], *self._lead[1:], self.feature_dim)
 
     def score(
         self, contexts: Float[Tensor, "replicas batch *arms feature_dim"], parameter: Tensor
@@ -150,8 +151,13 @@ class LinearPosterior:
     ) -> Float[Tensor, "replicas batch arms"]:
         """Return sqrt(x^T Sigma x) = |S^T x| for every arm."""
         if self.num_arms:
-            return torch.einsum("rbd,rkde->rbke", contexts, self.root).norm(dim=-1)
-        return (contexts.flatten(1, 2) @ self.root).norm(dim=-1).view(contexts.shape[:-1])
+            spread: Tensor = torch.linalg.vector_norm(torch.einsum("rbd,rkde->rbke", contexts, self.root), dim=-1)
+            return spread
+        # In blocks that stay in the cache: with many arms S^T x of all of them is as large as the contexts.
+        block = max(1, _CACHED_ENTRIES // (self.num_replicas * self.feature_dim))
+        rows = torch.split(contexts.flatten(1, 2), block, dim=1)
+        spread = torch.cat([torch.linalg.vector_norm(part @ self.root, dim=-1) for part in rows], dim=1)
+        return spread.view(contexts.shape[:-1])
 
     def update(
         self,
@@ -178,8 +184,10 @@ class LinearPosterior:
         errors = []
         for start in range(0, features.shape[1], _MAX_BLOCK):
             block = slice(start, start + _MAX_BLOCK)
-            errors.append(self._condition(features[:, block], targets[:, block], None if arm is None else arm[:, block]))
-        return torch.cat(errors, dim=1)
+            errors.append(
+                self._condition(features[:, block], targets[:, block], None if arm is None else arm[:, block])
+            )
+        return torch.cat(errors, dim=1) if errors else reward
 
     def _check_data(
         self, features: Tensor, reward: Tensor, perturbation: Tensor | None, arm: Tensor | None
@@ -190,9 +198,7 @@ class LinearPosterior:
         check_shape("reward", _OWNER, reward, "replicas batch", features.shape[:2])
         if perturbation is None:
             perturbation = reward.new_empty(replicas, batch, 0)
-        check_shape(
-            "perturbation", _OWNER, perturbation, "replicas batch index_dim", (replicas, batch, self.index_dim)
-        )
+        check_shape("perturbation", _OWNER, perturbation, "replicas batch index_dim", (replicas, batch, self.index_dim))
         if (arm is None) != (self.num_arms is None):
             raise ParameterError("arm", _OWNER, "be given exactly with per-arm blocks", arm)
         if arm is not None and self.num_arms is not None:
@@ -298,7 +304,8 @@ class LinearPosterior:
         Source: Ensemble++ (arXiv 2407.13195), sequential Johnson-Lindenstrauss lemma.
         """
         whitened = torch.linalg.solve(self.root, self.factor)
-        return torch.linalg.eigvalsh(whitened @ whitened.mT)
+        spectrum: Tensor = torch.linalg.eigvalsh(whitened @ whitened.mT)
+        return spectrum
 
     def state_dict(self) -> StateDict:
         return {"block": self.state.clone(), "prior_mean": self.prior_mean, "prior_root": self.prior_root}
@@ -338,6 +345,7 @@ def _square_root(
     if wide.ndim < 2:
         wide = torch.diag(wide.expand(feature_dim) if wide.ndim == 0 else wide)
     check_shape(name, _OWNER, wide, "feature_dim feature_dim", (feature_dim, feature_dim))
+    root: Tensor
     root, failed = torch.linalg.cholesky_ex(wide)
     # Cholesky reads the lower triangle only, so symmetry is a rule of its own.
     if failed or not torch.isfinite(root).all() or not torch.allclose(wide, wide.mT, rtol=1e-6, atol=0.0):

@@ -24,7 +24,6 @@ from ensemblepp.report_page import (
     show_difference,
     show_interval,
     show_replicas,
-    show_seeds,
 )
 from ensemblepp.report_rows import Problem, Row, Section, build_sections, load_runs
 
@@ -140,18 +139,28 @@ def _make_slugs(labels: Sequence[str]) -> list[str]:
 
 
 def _make_table(section: Section, statistic: Statistic) -> Table:
-    table = Table(title=Text(section.label), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("agent")
-    for heading in (
-        "replicas",
-        "seeds",
-        f"final regret ({STATISTIC_NAMES[statistic]}, {100 * _CONFIDENCE:g} % interval)",
-        "horizon",
-        "above the best (paired)",
-        "CPU-s per 1000 learner-steps",
-    ):
-        table.add_column(heading, justify="right")
+    """Return a table that stays whole at 80 columns: names and headings wrap, figures never do."""
+    notes = (
+        f"final regret: {STATISTIC_NAMES[statistic]} over replicas [{100 * _CONFIDENCE:g} % interval], reward units",
+        "CPU-s / 1000: CPU-seconds per 1000 learner-steps",
+    )
+    table = Table(
+        title=Text.assemble((section.label, "bold"), *("\n" + note for note in notes)),
+        title_justify="left",
+        title_style="",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("agent", overflow="fold", min_width=14)
+    table.add_column("final regret", justify="right", no_wrap=True)
+    table.add_column("above the best\n(paired)", justify="right", no_wrap=True)
+    for heading in ("replicas", "steps", "CPU-s\n/ 1000"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in section.rows:
-        cells = (row.label, show_replicas(row), show_seeds(row.seeds), show_interval(row.final), f"{row.horizon:,}")
-        table.add_row(*(Text(cell) for cell in (*cells, show_difference(row), show_cpu_rate(row))))
+        final = show_interval(row.final).replace(" (one value, no interval)", "\n(one value,\nno interval)")
+        replicas = show_replicas(row).replace(", ", "\n")
+        cells = (row.label, final, show_difference(row), replicas, f"{row.horizon:,}", show_cpu_rate(row))
+        # Text, because brackets in a plain string would be markup.
+        table.add_row(*map(Text, cells))
     return table

@@ -40,7 +40,8 @@ figure { margin: 0 0 16px; padding: 12px; border: 1px solid var(--line); border-
 @media (prefers-color-scheme: dark) { figure { background: #161b22; } }
 figure img { display: block; width: 100%; max-width: 860px; height: auto; margin: 0 auto; }
 @media (max-width: 620px) { th, td { padding: 7px 8px; } td.long { min-width: 12em; } table { font-size: 0.88rem; }
-  tbody th { min-width: 7em; max-width: 11em; overflow-wrap: anywhere; } thead th, thead th.number { white-space: normal; } }
+  tbody th { min-width: 10em; max-width: 11em; overflow-wrap: anywhere; }
+  thead th, thead th.number { white-space: normal; } }
 details { margin: 0 0 12px; }
 summary { cursor: pointer; margin-bottom: 8px; }
 code { font: 0.9em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }

@@ -53,11 +53,11 @@ class BanditRuns:
 
     @property
     def num_replicas(self) -> int:
-        return self.cumulative_regret.shape[0]
+        return len(self.cumulative_regret)
 
     @property
     def horizon(self) -> int:
-        return self.cumulative_regret.shape[1]
+        return int(self.cumulative_regret.shape[1])
 
     def summary(self, statistic: Statistic = "mean") -> dict[str, Interval]:
         """Return final cumulative regret and mean reward with 95 % bootstrap intervals over replicas."""

@@ -256,11 +256,12 @@ class RunFolder:
         """
         file = self.path / "regret.npz"
         try:
-            with np.load(file, allow_pickle=False) as arrays:
+            # Opened here, because numpy leaves the file open when it is no archive. It refuses pickles by default.
+            with file.open("rb") as handle, np.load(handle) as arrays:
                 steps, regret = arrays["steps"], arrays["cumulative_regret"]
         except FileNotFoundError:
             raise RunFolderError(f"{file} is missing.") from None
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, TypeError) as error:
             raise RunFolderError(f"{file} cannot be read: {one_line(error)}") from error
         if steps.ndim != 1 or steps.dtype.kind != "i" or not len(steps) or regret.dtype.kind != "f":
             raise RunFolderError(f"{file} must hold whole-number steps (steps,) and real regret (replicas, steps).")
