@@ -1,6 +1,8 @@
 # Needs make and Python 3.11 or newer; everything else goes into .venv.
 PYTHON ?= python3
 WORKERS ?= 2
+DEMO ?= runs/demo
+DEMO_OPTIONS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +10,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 USER_STAMP := $(VENV)/.installed-data
 DEV_STAMP := $(VENV)/.installed-dev
 
-export OMP_NUM_THREADS ?= 1
+# Tests run in several processes; one run alone takes all cores.
+check test bench: export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check lint test bench clean
@@ -17,8 +20,8 @@ help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(USER_STAMP) ## run a small bandit experiment and write its report
-	$(BIN)/ensemblepp bandit experiment=demo
-	$(BIN)/ensemblepp report runs/demo
+	$(BIN)/ensemblepp bandit experiment=demo output_dir=$(DEMO) $(DEMO_OPTIONS)
+	$(BIN)/ensemblepp report $(DEMO)
 
 check: lint ## lint, types, import rules and the fast tests
 	$(BIN)/pytest -q -n $(WORKERS) -m "not slow and not statistical"

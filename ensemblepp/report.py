@@ -30,6 +30,7 @@ from ensemblepp.report_rows import Problem, Row, Section, build_sections, load_r
 __all__ = ["Problem", "Report", "Row", "Section", "build_report"]
 
 _CONFIDENCE = 0.95
+_PIPED_WIDTH = 120
 _SIZES = {"wide": (8.0, 4.6), "narrow": (4.2, 3.9)}
 
 
@@ -53,7 +54,10 @@ class Report:
 
     def print(self, console: Console | None = None) -> None:
         """Print the tables and the runs that were left out."""
-        console = Console() if console is None else console
+        if console is None:
+            console = Console()
+            if not console.is_terminal:  # a file or pipe has no width of its own, and 80 columns cut names off
+                console = Console(width=_PIPED_WIDTH)
         for section in self.sections:
             console.print(_make_table(section, self.statistic))
         for problem in self.problems:
@@ -114,7 +118,8 @@ def _draw(section: Section, statistic: Statistic) -> tuple[bytes, Images]:
     curves = {
         # Two rows may differ in their horizon alone.
         row.label + (f" ({row.horizon:,} steps)" if several else ""): row.curve()
-        for row in section.rows
+        # Colours follow this order, so that one agent looks alike in all sections; the legend sorts by final regret.
+        for row in sorted(section.rows, key=lambda row: row.label)
     }
     file = render_figure(plot_regret(None, curves, section.label, statistic, _CONFIDENCE))
     # The page has a heading above each figure.

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from scipy.stats import chisquare
@@ -39,16 +39,12 @@ _SMALLEST_P = 1e-5
 _STANDARD_ERRORS = 5.0
 
 
-class AgentFactory(Protocol):
-    """Builds a fresh agent; a class with its other arguments bound by `functools.partial` is one."""
+AgentFactory: TypeAlias = Callable[..., Agent]
+"""Builds a fresh agent from the keywords num_replicas, seed and dtype: a class whose other arguments
+`functools.partial` has bound is one."""
 
-    def __call__(self, *, num_replicas: int, seed: int, dtype: torch.dtype) -> Agent: ...
-
-
-class EnvironmentFactory(Protocol):
-    """Builds a fresh environment; a class with its other arguments bound by `functools.partial` is one."""
-
-    def __call__(self, *, num_replicas: int, seed: int) -> Environment: ...
+EnvironmentFactory: TypeAlias = Callable[..., Environment]
+"""Builds a fresh environment from the keywords num_replicas and seed."""
 
 
 # Hot code ---------------------------------------------------------------------------------------------------------
@@ -104,11 +100,11 @@ class _FunctionGuard(TorchFunctionMode):
             self.inside = False
 
 
-class _DispatchGuard(TorchDispatchMode):
+class _DispatchGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what torch executes, wherever the call came from."""
 
     def __init__(self, functions: _FunctionGuard) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._functions = functions
 
     def __torch_dispatch__(
