@@ -1,4 +1,4 @@
-"""The rivals on the same posterior: exact Thompson sampling, LinUCB, ensemble sampling, greedy, epsilon-greedy, uniform."""
+"""The rivals on the same posterior: Thompson sampling, LinUCB, ensemble sampling, (epsilon-)greedy and uniform."""
 
 from __future__ import annotations
 

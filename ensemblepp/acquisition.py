@@ -28,7 +28,8 @@ def choose(
         owner: Who asks, for error messages.
 
     Raises:
-        ParameterError: No arm at all, a mask row that allows no arm, a mask of another shape, or a NaN score of an allowed arm.
+        ParameterError: No arm at all, a mask row that allows none, a mask of another shape, or a NaN score of an
+            allowed arm.
     """
     best = candidates(scores, mask, owner=owner)
     rank = best.cumsum(-1, dtype=torch.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,14 @@ def save(path: str | Path, state: Mapping[str, Any], *, kind: str) -> None:
     """
     tensors: dict[str, Tensor] = {}
     values = _split(state, "", tensors)
-    manifest = json.dumps({"format_version": FORMAT_VERSION, "kind": kind, "values": values}, allow_nan=True)
+    manifest = json.dumps(
+        {
+            "format_version": FORMAT_VERSION,
+            "kind": kind,
+            "values": values,
+            "checksum": _checksum(values, tensors),
+        }
+    )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, safetensors.torch.save(tensors, {"manifest": manifest}))
 
@@ -51,10 +59,13 @@ def load(path: str | Path, *, kind: str, device: torch.device | str = "cpu") -> 
             manifest = json.loads((file.metadata() or {})["manifest"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         version, found, values = manifest["format_version"], manifest["kind"], manifest["values"]
+        intact = version != FORMAT_VERSION or manifest["checksum"] == _checksum(values, tensors)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise CheckpointError(f"{path} is not a readable checkpoint ({error})") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path} has format version {version}; this version reads {FORMAT_VERSION}")
+    if not intact:
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
     if found != kind:
         raise CheckpointError(f"{path} holds a {found!r}, not a {kind!r}")
     state: dict[str, Any] = values
@@ -65,6 +76,15 @@ def load(path: str | Path, *, kind: str, device: torch.device | str = "cpu") -> 
             node = node.setdefault(parent, {})
         node[leaf] = tensor if tensor.dtype is torch.uint8 else tensor.to(device)
     return state
+
+
+def _checksum(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+    checksum = zlib.crc32(json.dumps(values).encode())
+    for name, tensor in sorted(tensors.items()):
+        checksum = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), checksum)
+        if tensor.numel():
+            checksum = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, checksum)
+    return checksum
 
 
 def _split(state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -22,14 +22,14 @@ def test_the_largest_allowed_score_is_chosen() -> None:
     assert pick(scores).tolist() == [1, 0]
     mask = torch.tensor([[True, False, True], [False, True, False]])
     assert pick(scores, mask).tolist() == [2, 1]
-    assert pick(scores[0]).tolist() == 1
+    assert int(pick(scores[0])) == 1
 
 
 def test_one_arm_and_one_allowed_arm_are_certain() -> None:
     assert pick(torch.zeros(5, 1)).tolist() == [0] * 5
     only = torch.zeros(1000, 7, dtype=torch.bool)
     only[:, 4] = True
-    assert pick(torch.randn(1000, 7, generator=make_generator(0, "scores")), only).unique().tolist() == [4]
+    assert pick(torch.randn(1000, 7, generator=make_generator(0, "scores")), only).tolist() == [4] * 1000
 
 
 @pytest.mark.parametrize("value", [0.0, -torch.inf, -3.4e38])
@@ -47,7 +47,7 @@ def test_a_million_masked_draws_never_choose_a_masked_arm(value: float) -> None:
 def test_a_masked_arm_with_infinite_or_nan_score_is_never_chosen() -> None:
     scores = torch.tensor([[torch.inf, 0.0, torch.nan, -torch.inf]]).expand(1000, -1)
     mask = torch.tensor([[False, True, False, True]]).expand(1000, -1)
-    assert pick(scores, mask).unique().tolist() == [1]
+    assert pick(scores, mask).tolist() == [1] * 1000
 
 
 @pytest.mark.parametrize("num_arms", [2, 3, 10, 1000])

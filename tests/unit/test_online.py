@@ -252,7 +252,7 @@ def test_loading_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_bandits_with_one_seed_do_not_disturb_each_other_or_the_global_generators() -> None:
-    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     first, second = _bandit(), _bandit()
     arms = []
     for step in range(20):
@@ -260,4 +260,4 @@ def test_two_bandits_with_one_seed_do_not_disturb_each_other_or_the_global_gener
     assert arms == [second.decide(_features(step)).arm for step in range(20)]
     assert arms != [_bandit(seed=5).decide(_features(step)).arm for step in range(20)]
     assert torch.equal(torch.get_rng_state(), torch_state)
-    assert (np.random.get_state()[1] == numpy_state).all()  # noqa: NPY002
+    assert (np.random.get_state()[1] == numpy_state).all()

@@ -1,0 +1,85 @@
+"""Every agent, environment and index law through the public checkers."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ensemblepp.agents import (
+    EpsilonGreedy,
+    Greedy,
+    LinearAgent,
+    LinearEnsemblePP,
+    LinearEnsembleSampling,
+    LinearThompsonSampling,
+    LinUCB,
+    Uniform,
+)
+from ensemblepp.envs import ClassificationBandit, ClassificationData, LinearBandit
+from ensemblepp.indices import KINDS, IndexDistribution
+from ensemblepp.testing import check_agent, check_environment, check_index_distribution
+
+AGENTS: dict[str, Any] = {
+    "ensemble_pp": LinearEnsemblePP,
+    "ensemble_pp_cube": partial(LinearEnsemblePP, index="cube", perturbation="cube", index_dim=16),
+    "ensemble_pp_coordinate": partial(LinearEnsemblePP, index="coordinate", perturbation="coordinate", index_dim=16),
+    "ensemble_sampling": LinearEnsembleSampling,
+    "thompson_sampling": LinearThompsonSampling,
+    "lin_ucb": LinUCB,
+    "greedy": Greedy,
+    "epsilon_greedy": EpsilonGreedy,
+    "uniform": Uniform,
+    "frame": LinearAgent,
+}
+FEATURES = np.random.default_rng(0).normal(size=(11, 4)).astype(np.float32)
+ROWS = ClassificationData(FEATURES, np.arange(11, dtype=np.int64) % 3, 3)
+
+ENVIRONMENTS: dict[str, Any] = {
+    "linear": partial(LinearBandit, 3, 5),
+    "linear_changing": partial(LinearBandit, 3, 5, arms="changing"),
+    "linear_shared": partial(LinearBandit, 3, 5, bayesian=False),
+    "linear_noiseless": partial(LinearBandit, 3, 5, noise_scale=0.0),
+    "linear_one_arm": partial(LinearBandit, 1, 1),
+    "compact": partial(LinearBandit, 3, action_set="compact"),
+    "compact_one_feature": partial(LinearBandit, 1, action_set="compact"),
+    "classification_shared": partial(ClassificationBandit, ROWS),
+    "classification_disjoint": partial(ClassificationBandit, ROWS, encoding="disjoint", noise_scale=0.5),
+    "digits": ClassificationBandit,
+}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents_on_fixed_arms(name: str) -> None:
+    check_agent(partial(AGENTS[name], 3), ENVIRONMENTS["linear"])
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents_on_changing_arms_with_one_feature(name: str) -> None:
+    check_agent(partial(AGENTS[name], 1), partial(LinearBandit, 1, 3, arms="changing"))
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents_with_per_arm_posteriors(name: str) -> None:
+    check_agent(partial(AGENTS[name], 5, num_arms=3), ENVIRONMENTS["classification_shared"])
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents_on_the_disjoint_encoding(name: str) -> None:
+    # 15 features call for 20 members only on a compact action set.
+    check_agent(partial(AGENTS[name], 15), ENVIRONMENTS["classification_disjoint"])
+
+
+@pytest.mark.parametrize("name", [name for name in AGENTS if name != "lin_ucb"])
+def test_agents_on_a_compact_action_set(name: str) -> None:
+    check_agent(partial(AGENTS[name], 3), ENVIRONMENTS["compact"])
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_environments(name: str) -> None:
+    check_environment(ENVIRONMENTS[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_index_distributions(kind: str) -> None:
+    check_index_distribution(IndexDistribution(kind, 5, 2 if kind == "sparse" else None))
