@@ -260,8 +260,8 @@ class LinearAgent:
 def default_index_dim(feature_dim: int) -> int:
     """Return max(16, ceil(1.3 d)) members: measured safe on finite and compact action sets alike.
 
-    With M < d every sample stays in the span of the M prior directions, and on a compact action set regret grows
-    linearly; on a finite set of random arms 8 to 16 members are enough.
+    With M < d every sample stays, up to rounding, in the span of the M prior directions, and on a compact action set
+    regret grows linearly; on a finite set of random arms 8 to 16 members are enough.
     """
     return max(16, math.ceil(1.3 * feature_dim))
 
