@@ -148,9 +148,9 @@ def run_bandit(
                 if saved is not None and loop.step % checkpoint_period == 0 and loop.step < horizon:
                     checkpoint.save(saved, loop.state_dict(), kind=_CHECKPOINT_KIND)
         runs = loop.finish()
-        if folder is not None:
+        if folder is not None and saved is not None:
             runs.agent, runs.environment = folder.manifest.agent, folder.manifest.environment
-            checkpoint.save(saved or "", loop.state_dict(), kind=_CHECKPOINT_KIND)
+            checkpoint.save(saved, loop.state_dict(), kind=_CHECKPOINT_KIND)
             runs.save(folder)
         return runs
     except BaseException as error:
