@@ -1,5 +1,7 @@
 """Agents, one file per family of methods."""
 
+from ensemblepp.agents.frame import BanditAgent
+from ensemblepp.agents.gaussian_process import GaussianProcessOracle
 from ensemblepp.agents.linear import LinearAgent, LinearEnsemblePP, default_index_dim
 from ensemblepp.agents.linear_baselines import (
     EpsilonGreedy,
@@ -9,15 +11,28 @@ from ensemblepp.agents.linear_baselines import (
     LinUCB,
     Uniform,
 )
+from ensemblepp.agents.neural import NeuralAgent, NeuralEnsemblePP
+from ensemblepp.agents.neural_baselines import EnsemblePlus, EpiNet, NeuralEpsilonGreedy, NeuralGreedy, NeuralLinear
+from ensemblepp.agents.random_features import RandomFeatureEnsemblePP
 
 __all__ = [
+    "BanditAgent",
+    "EnsemblePlus",
+    "EpiNet",
     "EpsilonGreedy",
+    "GaussianProcessOracle",
     "Greedy",
     "LinUCB",
     "LinearAgent",
     "LinearEnsemblePP",
     "LinearEnsembleSampling",
     "LinearThompsonSampling",
+    "NeuralAgent",
+    "NeuralEnsemblePP",
+    "NeuralEpsilonGreedy",
+    "NeuralGreedy",
+    "NeuralLinear",
+    "RandomFeatureEnsemblePP",
     "Uniform",
     "default_index_dim",
 ]

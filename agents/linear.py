@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ensemblepp.acquisition import choose
+from ensemblepp.agents.frame import BanditAgent
 from ensemblepp.errors import ParameterError, check_all, check_int, check_real, check_shape
 from ensemblepp.indices import IndexDistribution
 from ensemblepp.linear import LinearPosterior
-from ensemblepp.seeding import Streams
-from ensemblepp.types import Contexts, Decision, Environment, StateDict, Transition, UnitSphere
+from ensemblepp.types import Decision, Environment, StateDict, Transition, UnitSphere
 
 
 class LinearOptions(TypedDict, total=False):
@@ -33,7 +32,7 @@ class LinearOptions(TypedDict, total=False):
     device: torch.device | str
 
 
-class LinearAgent:
+class LinearAgent(BanditAgent):
     """Acts greedily on scores computed from a `LinearPosterior`; subclasses say which scores.
 
     Args:
@@ -68,13 +67,16 @@ class LinearAgent:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._owner = type(self).__name__
-        self.feature_dim = check_int("feature_dim", self._owner, feature_dim)
-        self.num_arms = None if num_arms is None else check_int("num_arms", self._owner, num_arms)
-        self.num_replicas = check_int("num_replicas", self._owner, num_replicas)
-        self.streams = Streams(seed, "init", "act", "perturb", device=device)
-        self.dtype = dtype
-        self._index, self._perturbation = index, perturbation
+        super().__init__(
+            feature_dim,
+            index,
+            perturbation,
+            num_arms=num_arms,
+            num_replicas=num_replicas,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+        )
         self.posterior = LinearPosterior(
             feature_dim,
             self._draw_directions(*([] if num_arms is None else [num_arms])),
@@ -87,31 +89,12 @@ class LinearAgent:
             device=device,
         )
 
-    @property
-    def index_dim(self) -> int:
-        """M, number of ensemble members; 0 for agents without an ensemble."""
-        return self.posterior.index_dim
-
     def _draw_directions(self, *arms: int) -> Tensor | None:
         """Draw prior directions B for all features (of `arms` blocks)."""
         if self._perturbation is None:
             return None
         size = (self.num_replicas, *arms, self.feature_dim)
         return self._perturbation.perturbation(*size, generator=self.streams["init"], dtype=self.dtype)
-
-    def draw_index(self, batch: int) -> Tensor | None:
-        """Draw what one decision is random in, for `batch` decisions of every replica; None if nothing."""
-        if self._index is None:
-            return None
-        return self._index.reference(self.num_replicas, batch, generator=self.streams["act"], dtype=self.dtype)
-
-    def draw_perturbation(self, batch: int) -> Float[Tensor, "replicas batch index_dim"] | None:
-        """Draw the perturbations of `batch` data of every replica; None without an ensemble."""
-        if self._perturbation is None:
-            return None
-        return self._perturbation.perturbation(
-            self.num_replicas, batch, generator=self.streams["perturb"], dtype=self.dtype
-        )
 
     def parameter(self, index: Tensor | None) -> Float[Tensor, "replicas batch *arms feature_dim"]:
         """Return the parameter vector to act on; the posterior mean unless a subclass samples one."""
@@ -121,49 +104,11 @@ class LinearAgent:
         """Return the scores to maximise."""
         return self.posterior.score(contexts, self.parameter(index))
 
-    def act(
-        self,
-        contexts: Contexts,
-        mask: Bool[Tensor, "replicas batch arms"] | None = None,
-        *,
-        index: Tensor | None = None,
-    ) -> Decision:
-        """Choose one action per replica and batch slot.
-
-        Args:
-            contexts: Arm features (replicas, batch, arms, feature_dim); with per-arm posteriors one context
-                (replicas, batch, feature_dim); or a compact action set.
-            mask: True where an arm may be chosen. Features of other arms may be anything, NaN included.
-            index: What `draw_index` returns, to repeat a decision exactly; drawn from the stream "act" when None.
-
-        Raises:
-            ParameterError: Shapes that do not fit, a non-finite context, a row without an allowed arm. Posterior and
-                random streams are as before the call.
-        """
-        with self.streams.rollback():
-            if isinstance(contexts, UnitSphere):
-                if contexts.feature_dim != self.feature_dim or mask is not None:
-                    raise ParameterError(
-                        "contexts", self._owner, f"be a UnitSphere({self.feature_dim}) without mask", contexts
-                    )
-                index = self.draw_index(1) if index is None else index
-                return Decision(None, contexts.argmax(self._direction(self.parameter(index))))
-            contexts = self._check_contexts(contexts)
-            index = self.draw_index(contexts.shape[1]) if index is None else index
-            scores = self.scores(contexts, index)
-            usable = torch.isfinite(scores)
-            if mask is not None:
-                check_shape("mask", self._owner, mask, "replicas batch arms", scores.shape)
-                usable |= ~mask
-            # A non-finite context makes its score non-finite; the scores are feature_dim times cheaper to check.
-            check_all("contexts", self._owner, "be finite and give finite scores", usable, scores)
-            arm = self._choose(scores, mask)
-        if self.num_arms is None:
-            contexts = torch.take_along_dim(contexts, arm[..., None, None], dim=2).squeeze(2)
-        return Decision(arm, contexts, scores)
-
-    def _choose(self, scores: Tensor, mask: Tensor | None) -> Int[Tensor, "replicas batch"]:
-        return choose(scores, mask, generator=self.streams["act"], owner=self._owner)
+    def _act_compact(self, contexts: UnitSphere, mask: Tensor | None, index: Tensor | None) -> Decision:
+        if contexts.feature_dim != self.feature_dim or mask is not None:
+            raise ParameterError("contexts", self._owner, f"be a UnitSphere({self.feature_dim}) without mask", contexts)
+        index = self.draw_index(1) if index is None else index
+        return Decision(None, contexts.argmax(self._direction(self.parameter(index))))
 
     def _direction(self, parameter: Tensor) -> Tensor:
         """Return the direction to maximise on a compact action set: a random one where the parameter is zero."""
@@ -171,12 +116,6 @@ class LinearAgent:
         generator = self.streams["act"]
         draw = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=parameter.dtype)
         return torch.where((parameter == 0).all(-1, keepdim=True), draw, parameter)
-
-    def _check_contexts(self, contexts: Tensor) -> Tensor:
-        axes, sizes = "replicas batch arms feature_dim", [self.num_replicas, None, None, self.feature_dim]
-        if self.num_arms is not None:
-            axes, sizes = "replicas batch feature_dim", [self.num_replicas, None, self.feature_dim]
-        return check_shape("contexts", self._owner, contexts, axes, sizes).to(self.dtype)
 
     def update(self, transition: Transition) -> dict[str, Tensor]:
         """Condition the posterior on the data.
@@ -200,6 +139,54 @@ class LinearAgent:
                 perturbation = self.draw_perturbation(reward.shape[-1])
             error = self.posterior.update(features, reward, perturbation, arm)
         return {"train/prediction_error": error}
+
+    def posterior_samples(
+        self,
+        features: Float[Tensor, "replicas points feature_dim"],
+        arm: Int[Tensor, "replicas points"] | None,
+        num_samples: int,
+        generator: torch.Generator,
+    ) -> Float[Tensor, "replicas samples points"]:
+        """Return joint samples of the posterior over mean rewards, one parameter theta_s per sample for all points.
+
+            f_s(x) = <x, theta_s>,   theta_s = mu + A zeta_s with an ensemble, mu + S xi_s exactly
+
+        The posterior itself: an agent's `exploration_scale` has no part in it.
+
+        Args:
+            features: Points to predict at.
+            arm: Arm of each point; required with per-arm posteriors, without meaning otherwise.
+            num_samples: S, samples per replica.
+            generator: Where every draw comes from; the agent's own streams stay put.
+
+        Returns:
+            Mean rewards, in reward units.
+
+        Raises:
+            ParameterError: The agent does not sample from its posterior, shapes do not fit, or an arm is out of range.
+        """
+        sizes = (self.num_replicas, None, self.feature_dim)
+        check_shape("features", self._owner, features, "replicas points feature_dim", sizes)
+        check_int("num_samples", self._owner, num_samples)
+        points = features.to(self.dtype).mT
+        if self.num_arms is None:
+            return self._sample_posterior(num_samples, generator) @ points
+        check_shape("arm", self._owner, arm, "replicas points", features.shape[:2])
+        assert arm is not None
+        check_all("arm", self._owner, f"be in [0, {self.num_arms})", (arm >= 0) & (arm < self.num_arms), arm)
+        parameter = self._sample_posterior(num_samples, generator)
+        samples = torch.zeros_like(points[:, :1]).expand(-1, num_samples, -1)
+        # Arm by arm: all arms at once would need num_arms times the memory for the same products.
+        for k in range(self.num_arms):
+            samples = torch.where(arm.unsqueeze(1) == k, parameter[:, :, k] @ points, samples)
+        return samples
+
+    def _sample_posterior(
+        self, num_samples: int, generator: torch.Generator
+    ) -> Float[Tensor, "replicas samples *arms feature_dim"]:
+        """Draw parameters from the posterior; agents that never sample it refuse."""
+        remedy = "Use LinearEnsemblePP or LinearThompsonSampling."
+        raise ParameterError("agent", "posterior_samples", "sample from its posterior", self._owner, remedy)
 
     def discount(self, factor: float, *, keep_prior: bool = False) -> None:
         """Weigh all data so far by `factor`; with `keep_prior` the forgotten share of the prior is put back.
@@ -228,21 +215,6 @@ class LinearAgent:
             directions = self.posterior.factor[:, :1].expand(-1, count, -1, -1)
         self.posterior.add_arms(directions)
         self.num_arms += count
-
-    def check_environment(self, environment: Environment) -> None:
-        """Raise unless the environment's sizes are the agent's.
-
-        Raises:
-            ParameterError: feature_dim, num_replicas or num_arms differ.
-        """
-        wanted = {
-            "feature_dim": environment.feature_dim,
-            "num_replicas": environment.num_replicas,
-            "num_arms": environment.num_arms if environment.per_arm else None,
-        }
-        for name, value in wanted.items():
-            if getattr(self, name) != value:
-                raise ParameterError(name, self._owner, f"equal the environment's {value}", getattr(self, name))
 
     def state_dict(self) -> StateDict:
         return {"posterior": self.posterior.state_dict(), "streams": self.streams.state_dict()}
@@ -295,6 +267,12 @@ class LinearEnsemble(LinearAgent):
         if index is None:
             raise ParameterError("index", self._owner, "be given", None)
         return self.posterior.sample(index, self.spread)
+
+    def _sample_posterior(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        assert self._index is not None
+        index = self._index.reference(self.num_replicas, num_samples, generator=generator, dtype=self.dtype)
+        # A one-hot index picks one member, which deviates from the mean by sqrt(M) times its column.
+        return self.posterior.sample(index, math.sqrt(self.index_dim) if self._index.kind == "one_hot" else 1.0)
 
     def check_environment(self, environment: Environment) -> None:
         """Raise unless the sizes fit; warn when the ensemble is too small for a compact action set."""

@@ -20,9 +20,11 @@ from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 import ensemblepp
+from ensemblepp.diagnostics import PosteriorDiagnostics
 from ensemblepp.errors import CheckpointError, ParameterError, check_choice, check_int
+from ensemblepp.linear import LinearPosterior
 from ensemblepp.report import build_report
-from ensemblepp.runs import run_bandit
+from ensemblepp.runs import LearningStopped, run_bandit
 from ensemblepp.store import RunFolder, RunFolderError
 
 USAGE = """ensemblepp: Thompson-sampling exploration with Ensemble++
@@ -67,6 +69,7 @@ class BanditConfig:
     dtype: str = "float32"
     output_dir: str = "runs/bandit"
     checkpoint_period: int = 1000
+    diagnostics: int = 0
     tensorboard: bool = True
     progress: bool = True
     overwrite: bool = False
@@ -83,7 +86,17 @@ class ReportConfig:
 
 
 def main() -> None:
-    """Run the command named first on the command line."""
+    """Run the command named first on the command line.
+
+    A command is one process. Under torchrun, which starts one per device, rank 0 carries it out and writes; the other
+    ranks say that they have nothing to do and end well.
+    """
+    rank = _rank()
+    if rank > 0:
+        print(
+            f"ensemblepp: rank {rank} (RANK in the environment) has nothing to do; rank 0 runs alone", file=sys.stderr
+        )
+        return
     arguments = sys.argv[1:]
     if arguments[:1] == ["--version"]:
         print(ensemblepp.__version__)
@@ -103,6 +116,16 @@ def main() -> None:
     store.store(name="report_schema", node=ReportConfig)
     sys.argv = [f"{sys.argv[0]} {name}", *rest]
     commands[name]()
+
+
+def _rank() -> int:
+    """Return this process's place among those that torchrun started; 0 outside torchrun."""
+    value = os.environ.get("RANK") or "0"
+    if not (value.isascii() and value.isdecimal()):
+        message = "must be an int >= 0, as torchrun sets it; got {!r}. Outside torchrun, unset it"
+        print(f"ensemblepp: RANK in the environment {message.format(value)}", file=sys.stderr)
+        sys.exit(2)
+    return int(value)
 
 
 def _name_paths(arguments: list[str]) -> list[str]:
@@ -150,6 +173,7 @@ def _run_bandit(config: DictConfig) -> None:
     if config.overwrite and path.exists():
         shutil.rmtree(path)
     environment, agent = build_problem(config)
+    diagnostics = build_diagnostics(config, environment, agent)
     folder = RunFolder.create(
         path,
         {str(key): value for key, value in identity.items()},
@@ -163,18 +187,37 @@ def _run_bandit(config: DictConfig) -> None:
     print(f"{environment_label} / {agent_label} -> {os.path.relpath(path)}")
     if folder.status == "finished":
         print("  already finished; overwrite=true runs it again")
+        _tell_stopped(folder)
         return
     folder.resume()
-    runs = run_bandit(
-        agent,
-        environment,
-        config.horizon,
-        folder=folder,
-        checkpoint_period=config.checkpoint_period,
-        tensorboard=config.tensorboard,
-        progress=config.progress,
-    )
+    try:
+        runs = run_bandit(
+            agent,
+            environment,
+            config.horizon,
+            folder=folder,
+            checkpoint_period=config.checkpoint_period,
+            tensorboard=config.tensorboard,
+            progress=config.progress,
+            diagnostics=diagnostics,
+        )
+    except LearningStopped as error:
+        _tell_stopped(folder, str(error))
+        return
     print(f"  regret after {runs.horizon} steps: {runs.summary()['regret/cumulative']}")
+    _tell_stopped(folder)
+
+
+def _tell_stopped(folder: RunFolder, reason: str | None = None) -> None:
+    """Name the replicas that stopped learning; with any, the command ends in an error, though all is written."""
+    known = folder.manifest
+    for line in known.describe_stopped():
+        print(f"  {line}", flush=True)
+    if known.stopped:
+        if reason is None:
+            finished = f"{known.num_replicas - len(known.stopped)} of {known.num_replicas} replicas finished"
+            reason = f"{finished}, the learning of the others became non-finite."
+        raise CompactHydraException(f"{reason} The results are in {os.path.relpath(folder.path)}")
 
 
 def build_problem(config: DictConfig) -> tuple[Any, Any]:
@@ -197,3 +240,29 @@ def build_problem(config: DictConfig) -> tuple[Any, Any]:
     )
     agent.check_environment(environment)
     return environment, agent
+
+
+def build_diagnostics(config: DictConfig, environment: Any, agent: Any) -> PosteriorDiagnostics | None:
+    """Build what judges the agent's posterior at `diagnostics` test points, and check that both can be asked.
+
+    On a linear problem the exact posterior of the configured model judges along.
+    """
+    count = check_int("diagnostics", "ensemblepp bandit", config.diagnostics, minimum=0)
+    if count == 0:
+        return None
+    exact = None
+    if getattr(environment, "parameter", None) is not None:
+        model = OmegaConf.to_container(config.model, resolve=True)
+        assert isinstance(model, dict)
+        exact = LinearPosterior(
+            environment.feature_dim,
+            num_replicas=config.num_replicas,
+            dtype=_DTYPES[config.dtype],
+            device=config.device,
+            **{str(key): value for key, value in model.items()},
+        )
+    diagnostics = PosteriorDiagnostics.from_environment(
+        environment, count, config.model.noise_scale, exact=exact, seed=config.seed
+    )
+    diagnostics.check_agent(agent)
+    return diagnostics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,21 @@ _OWNER = "LinearPosterior"
 # Data are conditioned on in blocks of at most this many: the k x k solve grows as k^3, the rest only as k.
 _MAX_BLOCK = 64
 _CACHED_ENTRIES = 2**19
+# Rows per product in a refit: long for one block, short where each chunk must belong to one of many arms.
+_FIT_CHUNK, _ARM_CHUNK = 512, 64
+
+
+@dataclass(frozen=True)
+class FitStatistics:
+    """What the evidence for a noise level needs, per replica (and arm).
+
+    Attributes:
+        residual_sum_squares: sum (y - x^T mu)^2 over the data.
+        effective_dim: gamma = d - trace(Sigma_0^-1 Sigma), the number of parameters that the data determine.
+    """
+
+    residual_sum_squares: Float[Tensor, "*lead"]
+    effective_dim: Float[Tensor, "*lead"]
 
 
 class LinearPosterior:
@@ -189,6 +205,80 @@ class LinearPosterior:
             )
         return torch.cat(errors, dim=1) if errors else reward
 
+    def refit(
+        self,
+        features: Float[Tensor, "replicas batch feature_dim"],
+        reward: Float[Tensor, "replicas batch"],
+        perturbation: Float[Tensor, "replicas batch index_dim"] | None = None,
+        arm: Int[Tensor, "replicas batch"] | None = None,
+        *,
+        directions: Float[Tensor, "*lead feature_dim index_dim"] | None = None,
+    ) -> FitStatistics:
+        """Replace the state by the prior conditioned on all of the data at once.
+
+        With theta = mu_0 + R w, Sigma_0 = R R^T and rows X R the batch formula is::
+
+            Lambda = I + R^T X^T X R / eta^2 = L L^T,   S = R L^-T
+            [mu | A] = [mu_0 | 0] + R Lambda^-1 ([0 | B] + R^T X^T [y - X mu_0 | eta Z] / eta^2)
+
+        in float64, whatever the state's dtype. Cost O(n d^2 + d^3). All-zero features change nothing.
+
+        Args:
+            features: x, of the chosen arms.
+            reward: y, in reward units.
+            perturbation: z of each datum; required when the posterior has an ensemble factor.
+            arm: Which block each datum belongs to; required exactly with per-arm blocks.
+            directions: Prior directions B, required with an ensemble factor.
+
+        Raises:
+            ParameterError: As `update`, or directions of another shape. Nothing has moved.
+        """
+        targets = self._check_data(features, reward, perturbation, arm)
+        shape = (*self._lead, self.feature_dim, self.index_dim)
+        if directions is None:
+            directions = features.new_empty(*self._lead, self.feature_dim, 0)
+        check_shape("directions", _OWNER, directions, "replicas [arms] feature_dim index_dim", shape)
+        prior_root, prior_mean = self.prior_root.double(), self.prior_mean.double()
+        gram, moment, power = self._gram(features, targets, arm, prior_mean)
+        precision = prior_root.mT @ gram @ prior_root
+        eta = self.noise_scale
+        moment = prior_root.mT @ moment / eta**2
+        cross = moment[..., 0]
+        moment[..., 1:] += directions.double()
+        eye = torch.eye(self.feature_dim, dtype=torch.float64, device=features.device)
+        chol, _ = torch.linalg.cholesky_ex(precision / eta**2 + eye)
+        solution = torch.cholesky_solve(moment, chol)
+        root = torch.linalg.solve_triangular(chol.mT, eye.expand_as(chol), upper=True)
+        state = prior_root @ torch.cat([solution, root], dim=-1)
+        state[..., 0] += prior_mean
+        self.state = state.to(self.state.dtype)
+        weights = solution[..., 0]
+        explained = (weights * (2 * cross * eta**2 - (precision @ weights.unsqueeze(-1)).squeeze(-1))).sum(-1)
+        effective_dim = self.feature_dim - root.square().sum((-2, -1))
+        return FitStatistics((power - explained).clamp_min(0.0), effective_dim)
+
+    def _gram(
+        self, features: Tensor, targets: Tensor, arm: Tensor | None, prior_mean: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return X^T X, X^T [y - X mu_0 | eta Z] and |y - X mu_0|^2 of every block, in float64."""
+        replicas, arms, dim = self.num_replicas, self.num_arms or 1, self.feature_dim
+        columns = targets.shape[-1]
+        width = columns + dim
+        total = torch.zeros(replicas * arms, width, width, dtype=torch.float64, device=features.device)
+        rows, block = _chunks(features, arm, arms)
+        # A few chunks at a time: float64 copies of all data at once could fill the memory.
+        step = max(1, _CACHED_ENTRIES * 8 // (rows.shape[2] * dim * replicas))
+        data = torch.cat([targets, features], dim=-1)
+        data = torch.cat([data, data.new_zeros(replicas, 1, data.shape[-1])], dim=1).flatten(0, 1)
+        first = torch.arange(replicas, device=data.device).view(-1, 1, 1) * (features.shape[1] + 1)
+        for start in range(0, rows.shape[1], step):
+            slots = rows[:, start : start + step] + first
+            chunk = data.index_select(0, slots.flatten()).double().view(-1, rows.shape[2], data.shape[-1])
+            chunk[..., 0] -= chunk[..., columns:] @ prior_mean
+            total.index_add_(0, block[:, start : start + step].flatten(), chunk.mT @ chunk)
+        total = total.view(*self._lead, width, width)
+        return total[..., columns:, columns:], total[..., columns:, :columns], total[..., 0, 0]
+
     def _check_data(
         self, features: Tensor, reward: Tensor, perturbation: Tensor | None, arm: Tensor | None
     ) -> Float[Tensor, "replicas batch targets"]:
@@ -351,3 +441,32 @@ def _square_root(
     if failed or not torch.isfinite(root).all() or not torch.allclose(wide, wide.mT, rtol=1e-6, atol=0.0):
         raise ParameterError(name, _OWNER, rule, wide.tolist())
     return root.to(device, dtype)
+
+
+def _chunks(features: Tensor, arm: Tensor | None, arms: int) -> tuple[Tensor, Tensor]:
+    """Lay data out in chunks that each belong to one block.
+
+    Returns the data's positions, (replicas, chunks, size) with n marking an empty place, and each chunk's block,
+    (replicas, chunks). Their number depends on the sizes alone, so nothing waits for the device.
+    """
+    replicas, count = features.shape[:2]
+    device = features.device
+    first_block = torch.arange(replicas, device=device).unsqueeze(-1) * arms
+    if arm is None:
+        size = min(_FIT_CHUNK, max(count, 1))
+        chunks = -(-count // size)
+        positions = torch.arange(chunks * size, device=device).clamp_max(count)
+        return positions.view(1, chunks, size).expand(replicas, -1, -1), first_block.expand(-1, chunks)
+    size = _ARM_CHUNK
+    chunks = count // size + arms
+    order = arm.argsort(dim=1, stable=True)
+    sorted_arm = arm.gather(1, order)
+    number = torch.zeros(replicas, arms, dtype=torch.int64, device=device).scatter_add_(1, arm, torch.ones_like(arm))
+    taken = (number + size - 1) // size
+    first_chunk, first_datum = taken.cumsum(1) - taken, number.cumsum(1) - number
+    rank = torch.arange(count, device=device) - first_datum.gather(1, sorted_arm)
+    place = first_chunk.gather(1, sorted_arm) * size + rank
+    positions = torch.full((replicas, chunks * size), count, device=device).scatter_(1, place, order)
+    every = torch.arange(chunks, device=device).expand(replicas, -1).contiguous()
+    block = torch.searchsorted(taken.cumsum(1), every, right=True).clamp_max(arms - 1)
+    return positions.view(replicas, chunks, size), first_block + block

@@ -45,6 +45,7 @@ class Manifest:
         command: Command line that started the run.
         started: UTC time of the first attempt (ISO 8601).
         finished: UTC time when the run ended or failed, else None.
+        stopped: Per replica whose learning became non-finite, the step at which that happened.
         versions: Python and package versions; None for a package that is not installed.
         commit: Git commit of the package's source, None when it was installed without its repository.
         modified: Whether that source had uncommitted changes.
@@ -63,10 +64,21 @@ class Manifest:
     command: str = ""
     started: str = ""
     finished: str | None = None
+    stopped: dict[int, int] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
     commit: str | None = None
     modified: bool = False
     format_version: int = FORMAT_VERSION
+
+    def describe_stopped(self) -> list[str]:
+        """Return one line per stopped replica, e.g. "replica 3 stopped at step 512: ..."."""
+        left = self.num_replicas - len(self.stopped)
+        rest = "no replica is left" if left == 0 else f"the other {left} replicas are kept"
+        rest = "the other replica is kept" if left == 1 else rest
+        return [
+            f"replica {replica} stopped at step {step}: its training loss was not finite; {rest}"
+            for replica, step in sorted(self.stopped.items())
+        ]
 
 
 _MANIFEST_TYPES: dict[str, type | tuple[type, ...]] = {
@@ -82,6 +94,7 @@ _MANIFEST_TYPES: dict[str, type | tuple[type, ...]] = {
     "command": str,
     "started": str,
     "finished": (str, type(None)),
+    "stopped": dict,
     "versions": dict,
     "commit": (str, type(None)),
     "modified": bool,
@@ -97,6 +110,7 @@ def parse_manifest(file: Path) -> Manifest:
             f"{file} has format_version {version!r}; this version of ensemblepp reads {FORMAT_VERSION}."
         )
     values: dict[str, Any] = {}
+    content.setdefault("stopped", {})  # folders written before replicas could stop lack it
     for key, types in _MANIFEST_TYPES.items():
         if key not in content:
             raise RunFolderError(f"{file} lacks the key {key!r}.")
@@ -109,7 +123,20 @@ def parse_manifest(file: Path) -> Manifest:
         raise RunFolderError(f"{file} holds status = {values['status']!r}; it must be one of {', '.join(STATUSES)}.")
     if values["num_replicas"] < 1 or values["horizon"] < 1 or not 0 <= values["cpu_seconds"] < math.inf:
         raise RunFolderError(f"{file} holds num_replicas, horizon or cpu_seconds out of range.")
+    values["stopped"] = _parse_stopped(file, values)
     return Manifest(**values)
+
+
+def _parse_stopped(file: Path, values: Mapping[str, Any]) -> dict[int, int]:
+    """Return the stopped replicas with whole-number keys, which JSON has not."""
+    try:
+        stopped = {int(replica): step for replica, step in values["stopped"].items()}
+    except ValueError:
+        stopped = {-1: -1}
+    places, steps = range(values["num_replicas"]), range(1, values["horizon"] + 1)
+    if not all(replica in places and type(step) is int and step in steps for replica, step in stopped.items()):
+        raise RunFolderError(f"{file} holds stopped = {values['stopped']!r}; it must name replicas and their steps.")
+    return stopped
 
 
 def read_text(file: Path) -> str:

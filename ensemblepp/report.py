@@ -53,13 +53,17 @@ class Report:
     images: tuple[Path, ...] = field(default=())
 
     def print(self, console: Console | None = None) -> None:
-        """Print the tables and the runs that were left out."""
+        """Print the tables, the replicas that stopped and the runs that were left out."""
         if console is None:
             console = Console()
             if not console.is_terminal:  # a file or pipe has no width of its own, and 80 columns cut names off
                 console = Console(width=_PIPED_WIDTH)
         for section in self.sections:
             console.print(_make_table(section, self.statistic))
+        for run in (run for section in self.sections for row in section.rows for run in row.runs):
+            name = f"{run.name} (seed {run.folder.manifest.seed})"
+            for line in run.folder.manifest.describe_stopped():
+                console.print(Text(f"stopped: {name}: {line}", style="yellow"))
         for problem in self.problems:
             seed = "" if problem.seed is None else f" (seed {problem.seed})"
             # Text, not markup: names and reasons may hold square brackets.

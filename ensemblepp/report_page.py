@@ -64,6 +64,8 @@ def build_page(
     body = [f"<h1>{escape(title)}</h1>", _introduction(sections, problems, runs)]
     if problems:
         body.append(_problem_table(problems))
+    if any(run.folder.manifest.stopped for run in runs):
+        body.append(_stopped_table(runs))
     for section, pictures in zip(sections, images, strict=True):
         body += [f"<h2>{escape(section.label)}</h2>", _figure(section.label, pictures)]
         body.append(_row_table(section.rows, statistic, confidence))
@@ -190,6 +192,20 @@ def _problem_table(problems: Sequence[Problem]) -> str:
     return "<h2>Runs left out</h2>\n" + _table(header, lines, "Runs left out")
 
 
+def _stopped_table(runs: Sequence[LoadedRun]) -> str:
+    header = "<th>run</th><th>seed</th><th>agent</th><th>environment</th><th>replicas that stopped</th>"
+    lines = []
+    for run in runs:
+        known = run.folder.manifest
+        if known.stopped:
+            told = "<br>".join(escape(line) for line in known.describe_stopped())
+            lines.append(
+                f"<tr><th>{escape(run.name)}</th><td>{known.seed}</td><td>{escape(known.agent)}</td>"
+                f'<td>{escape(known.environment)}</td><td class="long">{told}</td></tr>'
+            )
+    return "<h2>Replicas that stopped</h2>\n" + _table(header, lines, "Replicas that stopped")
+
+
 def _method(sections: Sequence[Section], statistic: str, confidence: float) -> str:
     rows = [row for section in sections for row in section.rows]
     text = (
@@ -211,8 +227,8 @@ def _method(sections: Sequence[Section], statistic: str, confidence: float) -> s
         )
     if any(row.final.missing for row in rows):
         text += (
-            "<p>Missing replicas met a NaN or infinite regret; they are counted and left out of figures and "
-            "curves, which then speak only for the others.</p>"
+            "<p>Missing replicas stopped learning, or met a NaN or infinite regret; they are counted and left out of "
+            "figures and curves, which then speak only for the others.</p>"
         )
     return text
 

@@ -18,6 +18,7 @@ from ensemblepp.store import RunFolder, RunFolderError, canonical_value, find_ru
 
 # Settings that say how often, how long, where or with what record-keeping a run was made, not what was run.
 _RUN_KEYS = {"seed", "num_replicas", "horizon", "device", "folder", "output", "checkpoint_period", "log_period"}
+_RUN_KEYS |= {"diagnostics"}
 _RUN_GROUPS = {"hydra", "logging"}
 _ENVIRONMENT_GROUPS = {"env", "environment"}
 

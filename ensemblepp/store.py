@@ -174,7 +174,11 @@ class RunFolder:
 
     def resume(self) -> None:
         """Mark the run as running again, before an attempt that continues it."""
-        self._update(status="running", error=None, finished=None)
+        self._update(status="running", error=None, finished=None, stopped={})
+
+    def note_stopped(self, stopped: Mapping[int, int]) -> None:
+        """Name the replicas whose learning became non-finite, each with the step at which that happened."""
+        self._update(stopped=dict(stopped))
 
     def finish(self, cpu_seconds: float = 0.0) -> None:
         """Mark the run as finished; `cpu_seconds` of this attempt are added to those of earlier ones."""
@@ -185,20 +189,29 @@ class RunFolder:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self._update(status="failed", error=text, finished=utc_now(), cpu_seconds=self._add_cpu_seconds(cpu_seconds))
 
-    def write_results(self, steps: ArrayLike, metrics: Mapping[str, ArrayLike]) -> None:
+    def write_results(
+        self, steps: ArrayLike, metrics: Mapping[str, ArrayLike], sparse: Mapping[str, ArrayLike] | None = None
+    ) -> None:
         """Write `results.csv` in long format, ordered by metric, replica and step.
 
         Args:
             steps: Environment steps of the points, shape (points,).
             metrics: Per metric (e.g. "regret/cumulative", "reward/mean") the values, shape (replicas, points).
+            sparse: Metrics measured at some of the steps only; where such a metric is NaN for every replica it was
+                not measured, and no line is written.
 
         Raises:
             ParameterError: If shapes disagree.
         """
-        step_text = [str(step) for step in _check_steps(steps).tolist()]
+        every_step = _check_steps(steps)
         lines = ["replica,step,metric,value\n"]
-        for metric, values in metrics.items():
-            array = _check_curves(metric, values, len(step_text))
+        sparse = sparse or {}
+        for metric, values in {**metrics, **sparse}.items():
+            array = _check_curves(metric, values, len(every_step))
+            measured = np.full(len(every_step), True)
+            if metric in sparse:
+                measured = ~np.isnan(array).all(axis=0)
+            step_text, array = [str(step) for step in every_step[measured].tolist()], array[:, measured]
             name = _csv_field(metric)
             # `repr` of a Python float reads back to the same number; nine digits do so for float32.
             write = "{:.9g}".format if array.dtype == np.float32 else repr

@@ -65,6 +65,18 @@ class Transition:
     observed: Bool[Tensor, "replicas batch"] | None = None
 
 
+@dataclass(frozen=True)
+class TestPoints:
+    """Points to judge a posterior at: features, their arm (None unless per arm), true mean and one noisy reward."""
+
+    __test__ = False  # not a test case, whatever pytest thinks of the name
+
+    features: Float[Tensor, "replicas points feature_dim"]
+    arm: Int[Tensor, "replicas points"] | None
+    mean: Float[Tensor, "replicas points"]
+    reward: Float[Tensor, "replicas points"]
+
+
 @runtime_checkable
 class Environment(Protocol):
     """A vectorised bandit problem: `num_replicas` independent copies in one set of tensors, one decision a step."""
@@ -94,6 +106,13 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class HasTestPoints(Protocol):
+    """An environment that can draw test points, from a random stream of their own."""
+
+    def draw_test_points(self, count: int) -> TestPoints: ...
+
+
+@runtime_checkable
 class Agent(Protocol):
     """`num_replicas` independent learners in one set of tensors."""
 
@@ -114,3 +133,26 @@ class Agent(Protocol):
     def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Stoppable(Protocol):
+    """An agent whose replicas can stop learning: a stopped one keeps acting, uniformly, and the others go on."""
+
+    stopped: Int[Tensor, " replicas"]
+    """Data a replica had learned from when its learning became non-finite and was stopped; -1 while it runs."""
+
+
+@runtime_checkable
+class Predictive(Protocol):
+    """An agent that predicts: joint samples of its posterior over the mean rewards of any points."""
+
+    def posterior_samples(
+        self,
+        features: Float[Tensor, "replicas points feature_dim"],
+        arm: Int[Tensor, "replicas points"] | None,
+        num_samples: int,
+        generator: torch.Generator,
+    ) -> Float[Tensor, "replicas samples points"]:
+        """Return mean rewards in reward units, each sample joint over all points, with every draw from `generator`."""
+        ...

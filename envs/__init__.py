@@ -4,8 +4,29 @@ from ensemblepp.envs.classification import ClassificationBandit
 from ensemblepp.envs.datasets import DATASETS, ClassificationData, load_dataset
 from ensemblepp.envs.gym import BanditEnv, register_environments
 from ensemblepp.envs.linear import LinearBandit
+from ensemblepp.envs.nonlinear import (
+    NeuralClassificationBandit,
+    NeuralRegressionBandit,
+    PoolBandit,
+    QuadraticBandit,
+    VectorQuadraticBandit,
+)
+from ensemblepp.envs.wheel import WheelBandit
 
-__all__ = ["DATASETS", "BanditEnv", "ClassificationBandit", "ClassificationData", "LinearBandit", "load_dataset"]
+__all__ = [
+    "DATASETS",
+    "BanditEnv",
+    "ClassificationBandit",
+    "ClassificationData",
+    "LinearBandit",
+    "NeuralClassificationBandit",
+    "NeuralRegressionBandit",
+    "PoolBandit",
+    "QuadraticBandit",
+    "VectorQuadraticBandit",
+    "WheelBandit",
+    "load_dataset",
+]
 
 register_environments()
 

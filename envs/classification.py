@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from ensemblepp.envs.common import check_arm, check_setup, check_state
+from ensemblepp.envs.common import add_noise, check_arm, check_setup, check_state
 from ensemblepp.envs.datasets import ClassificationData, Scaling, load_dataset
-from ensemblepp.errors import CheckpointError, ParameterError, check_choice, check_real
+from ensemblepp.errors import CheckpointError, ParameterError, check_choice, check_int, check_real
 from ensemblepp.seeding import Streams
-from ensemblepp.types import Contexts, Decision, Feedback, StateDict
+from ensemblepp.types import Contexts, Decision, Feedback, StateDict, TestPoints
 
 
 class ClassificationBandit:
@@ -34,7 +34,7 @@ class ClassificationBandit:
         intercept: Append a constant 1 to x, so that a linear agent can learn the frequency of each class.
         noise_scale: Standard deviation of the noise on the reward, in reward units. Raising it slows learning.
         num_replicas: Independent copies with their own order of rows.
-        seed: Root seed of the orders and the noise.
+        seed: Root seed of the orders, the noise and the test points.
         device: Where all tensors live.
         dtype: float32 or float64, of contexts and rewards.
 
@@ -94,7 +94,7 @@ class ClassificationBandit:
         low, high = float(self.data.features.min()), float(self.data.features.max())
         blocks_of_zeros = not self.per_arm and self._num_arms > 1
         self.feature_bounds: tuple[float, float] = (min(low, 0.0), max(high, 0.0)) if blocks_of_zeros else (low, high)
-        self._streams = Streams(seed, "rows", "noise", device=self.device)
+        self._streams = Streams(seed, "rows", "noise", "eval", device=self.device)
         self._shuffle()
 
     def observe(self) -> tuple[Contexts, None]:
@@ -116,14 +116,32 @@ class ClassificationBandit:
         arm = check_arm(type(self).__name__, decision, self.num_replicas, self._num_arms)
         label = self._labels[self._order[:, self._position]].unsqueeze(1)
         mean = (arm == label).to(self.dtype)
-        reward = mean
-        if self.noise_scale > 0:
-            noise = torch.randn(mean.shape, dtype=self.dtype, device=self.device, generator=self._streams["noise"])
-            reward = mean + self.noise_scale * noise
+        reward = add_noise(mean, self.noise_scale, self._streams["noise"])
         self._position += 1
         if self._position == self._num_rows:
             self._shuffle()
         return Feedback(reward=reward, regret=1 - mean)
+
+    def draw_test_points(self, count: int) -> TestPoints:
+        """Draw `count` rows per replica with a random arm, its mean and one reward, from a stream of their own.
+
+        Rows may repeat. With the disjoint encoding the arm is in the features, and `arm` is None.
+
+        Raises:
+            ParameterError: `count` < 1.
+        """
+        generator = self._streams["eval"]
+        size = (self.num_replicas, check_int("count", type(self).__name__, count))
+        row = torch.randint(self._num_rows, size, device=self.device, generator=generator)
+        arm = torch.randint(self._num_arms, size, device=self.device, generator=generator)
+        mean = (arm == self._labels[row]).to(self.dtype)
+        reward = add_noise(mean, self.noise_scale, generator)
+        features = self._features[row]
+        if self.per_arm:
+            return TestPoints(features, arm, mean, reward)
+        arms = torch.arange(self._num_arms, device=self.device)
+        in_block = (arm.unsqueeze(-1) == arms).unsqueeze(-1)
+        return TestPoints(torch.where(in_block, features.unsqueeze(-2), 0.0).flatten(-2), None, mean, reward)
 
     def state_dict(self) -> StateDict:
         """Return the place in the run; the data themselves are not stored."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ensemblepp.errors import CheckpointError, ParameterError, check_all, check_int, check_shape
@@ -50,6 +50,13 @@ def check_arm(owner: str, decision: Decision, num_replicas: int, num_arms: int) 
         raise ParameterError("arm", owner, "be an int tensor (replicas, batch)", f"dtype {arm.dtype}")
     check_all("arm", owner, f"be in [0, {num_arms})", (arm >= 0) & (arm < num_arms), arm)
     return arm.long()
+
+
+def add_noise(mean: Float[Tensor, "*batch"], noise_scale: float, generator: torch.Generator) -> Float[Tensor, "*batch"]:
+    """Return rewards mean + N(0, noise_scale^2); without noise the mean itself, and nothing is drawn."""
+    if noise_scale == 0:
+        return mean
+    return mean + noise_scale * torch.randn(mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
 
 
 def check_state(owner: str, state: Mapping[str, Any], problem: Mapping[str, Any], streams: Streams) -> None:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ensemblepp.envs.common import NUMPY_DTYPES, check_arm, check_setup, check_state
+from ensemblepp.envs.common import NUMPY_DTYPES, add_noise, check_arm, check_setup, check_state
 from ensemblepp.errors import (
     CheckpointError,
     ParameterError,
@@ -22,7 +22,7 @@ from ensemblepp.errors import (
     check_shape,
 )
 from ensemblepp.seeding import Streams
-from ensemblepp.types import Contexts, Decision, Feedback, StateDict, UnitSphere
+from ensemblepp.types import Contexts, Decision, Feedback, StateDict, TestPoints, UnitSphere
 
 NORM_TOLERANCE = 1e-4
 """How far a direction on the unit sphere may be off norm 1: beyond rounding, short of a forgotten normalisation."""
@@ -48,7 +48,7 @@ class LinearBandit:
         noise_scale: Standard deviation of the reward noise, in reward units.
         parameter: theta itself, (feature_dim) for all replicas or (replicas, feature_dim), instead of a draw.
         num_replicas: Independent copies.
-        seed: Root seed of theta, arms and noise.
+        seed: Root seed of theta, arms, noise and test points.
         device: Where all tensors live.
         dtype: float32 or float64.
 
@@ -103,7 +103,7 @@ class LinearBandit:
         bound = 1.0 if action_set == "compact" else float(NUMPY_DTYPES[dtype](1 / math.sqrt(5)))
         self.feature_bounds: tuple[float, float] = (-bound, bound)
 
-        self._streams = Streams(seed, "theta", "arms", "noise", device=self.device)
+        self._streams = Streams(seed, "theta", "arms", "noise", "eval", device=self.device)
         self._arms: Tensor | None = None
         # The leading axis of theta, arms and means is 1 where all replicas share them; only views are expanded.
         self._theta = self._draw_theta(variance) if parameter is None else self._check_parameter(parameter)
@@ -145,13 +145,29 @@ class LinearBandit:
             mean = self._means.expand(self.num_replicas, -1, -1).gather(-1, arm.unsqueeze(-1)).squeeze(-1)
             best = self._best
         regret = best - mean
-        reward = mean
-        if self.noise_scale > 0:
-            noise = torch.randn(mean.shape, dtype=self.dtype, device=self.device, generator=self._streams["noise"])
-            reward = mean + self.noise_scale * noise
+        reward = add_noise(mean, self.noise_scale, self._streams["noise"])
         if self.changing:
             self._set_optimum()
         return Feedback(reward=reward, regret=regret)
+
+    def draw_test_points(self, count: int) -> TestPoints:
+        """Draw `count` fresh feature vectors per replica with their mean and one reward, from a stream of their own.
+
+        They have the law of the arms, or are uniform on the unit sphere.
+
+        Raises:
+            ParameterError: `count` < 1.
+        """
+        generator = self._streams["eval"]
+        size = (self.num_replicas, check_int("count", type(self).__name__, count), self.feature_dim)
+        if self.num_arms is None:
+            draw = torch.randn(size, dtype=self.dtype, device=self.device, generator=generator)
+            features = torch.nn.functional.normalize(draw, dim=-1)
+        else:
+            features = torch.empty(size, dtype=self.dtype, device=self.device)
+            features.uniform_(*self.feature_bounds, generator=generator)
+        mean = (features * self._theta).sum(-1)
+        return TestPoints(features, None, mean, add_noise(mean, self.noise_scale, generator))
 
     def state_dict(self) -> StateDict:
         """Return theta and the place in the run; arm sets are drawn again on loading, not stored."""

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from ensemblepp.agents import (
     EpsilonGreedy,
@@ -16,7 +18,18 @@ from ensemblepp.agents import (
     LinUCB,
     Uniform,
 )
-from ensemblepp.envs import ClassificationBandit, ClassificationData, LinearBandit
+from ensemblepp.agents.gaussian_process import GaussianProcessOracle
+from ensemblepp.envs import (
+    ClassificationBandit,
+    ClassificationData,
+    LinearBandit,
+    NeuralClassificationBandit,
+    NeuralRegressionBandit,
+    PoolBandit,
+    QuadraticBandit,
+    VectorQuadraticBandit,
+    WheelBandit,
+)
 from ensemblepp.indices import KINDS, IndexDistribution
 from ensemblepp.testing import check_agent, check_environment, check_index_distribution
 
@@ -46,7 +59,38 @@ ENVIRONMENTS: dict[str, Any] = {
     "classification_shared": partial(ClassificationBandit, ROWS),
     "classification_disjoint": partial(ClassificationBandit, ROWS, encoding="disjoint", noise_scale=0.5),
     "digits": ClassificationBandit,
+    "quadratic": partial(QuadraticBandit, 3, 5, pool_size=9),
+    "quadratic_fixed": partial(QuadraticBandit, 3, 5, pool_size=9, arms="fixed"),
+    "quadratic_noiseless_whole_pool": partial(QuadraticBandit, 2, 4, pool_size=4, noise_scale=0.0),
+    "quadratic_one_arm": partial(QuadraticBandit, 1, 1, pool_size=2),
+    "vector_quadratic": partial(VectorQuadraticBandit, 3, 5, pool_size=9),
+    "neural_regression": partial(NeuralRegressionBandit, 3, 5, pool_size=9),
+    "neural_classification": partial(NeuralClassificationBandit, 3, 5, pool_size=9),
+    "wheel": partial(WheelBandit, 0.5),
+    "wheel_noiseless": partial(WheelBandit, noise_scale=0.0),
 }
+
+
+class CountingBandit(PoolBandit):
+    """Its pool is 0, 1, 2, 3, which whole-number contexts and all of their casts stay in."""
+
+    feature_bounds = (0.0, 3.0)
+
+    def _draw_function(self, generator: torch.Generator) -> None:
+        self._values = self._normal(self.pool_size, generator=generator)
+
+    def _draw_features(self, count: int, generator: torch.Generator) -> Tensor:
+        return (
+            torch.arange(count, dtype=self.dtype, device=self.device).view(1, count, 1).repeat(self.num_replicas, 1, 1)
+        )
+
+    def _mean(self, features: Tensor) -> Tensor:
+        return self._values.gather(1, features[..., 0].long())
+
+
+def make_oracle(num_replicas: int, **options: Any) -> GaussianProcessOracle:
+    pool = torch.arange(4.0).view(1, 4, 1).repeat(num_replicas, 1, 1)
+    return GaussianProcessOracle(pool, lambda x, y: (-((x - y.mT) ** 2)).exp(), noise_scale=0.1, **options)
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -73,6 +117,22 @@ def test_agents_on_the_disjoint_encoding(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in AGENTS if name != "lin_ucb"])
 def test_agents_on_a_compact_action_set(name: str) -> None:
     check_agent(partial(AGENTS[name], 3), ENVIRONMENTS["compact"])
+
+
+@pytest.mark.parametrize("acquisition", ["thompson", "ucb", "greedy"])
+def test_the_gaussian_process_oracle_on_its_pool(acquisition: str) -> None:
+    check_agent(partial(make_oracle, acquisition=acquisition), partial(CountingBandit, 1, 3, pool_size=4))
+
+
+@pytest.mark.parametrize("name", ["ensemble_pp", "thompson_sampling"])
+@pytest.mark.parametrize("environment", ["quadratic", "neural_classification"])
+def test_agents_on_pools(name: str, environment: str) -> None:
+    check_agent(partial(AGENTS[name], 3), ENVIRONMENTS[environment])
+
+
+@pytest.mark.parametrize("name", ["ensemble_pp", "lin_ucb"])
+def test_agents_on_the_wheel(name: str) -> None:
+    check_agent(partial(AGENTS[name], 2, num_arms=5), ENVIRONMENTS["wheel"])
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)

@@ -146,7 +146,7 @@ def test_a_state_of_another_bandit_is_refused_and_nothing_moves() -> None:
     state = twin.state_dict()
     with pytest.raises(CheckpointError, match=r"theta in the state of LinearBandit is \(1, 1, 3\), not \(2, 1, 3\)"):
         bandit.load_state_dict(state | {"theta": torch.zeros(1, 1, 3)})
-    with pytest.raises(CheckpointError, match="lacks the streams arms, noise"):
+    with pytest.raises(CheckpointError, match="lacks the streams arms, eval, noise"):
         bandit.load_state_dict(state | {"streams": {"theta": state["streams"]["theta"]}})
     assert torch.equal(trace(bandit), trace(twin))
 

@@ -1,0 +1,178 @@
+"""Replica-batched networks: R independent MLPs in one set of tensors, with the backward pass written out.
+
+A torso has few layers and small batches, so most of an autograd step is bookkeeping. Written out, forward and backward
+are one batched matrix product per layer and direction, and tests hold them to autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ensemblepp.errors import ParameterError, check_int, check_shape
+from ensemblepp.types import StateDict
+
+_LAYER_NORM_EPS = 1e-5
+
+
+class ParameterBlock:
+    """Named parameters side by side in one flat tensor, and their gradients in another.
+
+    `self[name]` and `grad(name)` are views, so that one optimiser step on `flat` moves every parameter of every
+    replica. Adam works element by element: replicas never mix.
+
+    Args:
+        shapes: Name to shape; by convention the first axis is the replica.
+        dtype: Of all parameters.
+        device: Where they live.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        start = 0
+        for name, shape in shapes.items():
+            size = math.prod(shape)
+            self._places[name] = (slice(start, start + size), tuple(shape))
+            start += size
+        self.flat = torch.zeros(start, dtype=dtype, device=device)
+        self.flat.grad = torch.zeros_like(self.flat)
+        self._views = self.split(self.flat)
+        self._grads = self.split(self.flat.grad)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._views[name]
+
+    def grad(self, name: str) -> Tensor:
+        """Return the gradient of a parameter, a view of `flat.grad`."""
+        return self._grads[name]
+
+    def clone(self) -> ParameterBlock:
+        """Return a copy with its own storage."""
+        shapes = {name: shape for name, (_, shape) in self._places.items()}
+        copy = ParameterBlock(shapes, dtype=self.flat.dtype, device=self.flat.device)
+        copy.copy_(self)
+        return copy
+
+    def copy_(self, other: ParameterBlock) -> None:
+        """Take over the values of a block with the same names and shapes."""
+        self.flat.copy_(other.flat)
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the parts of a flat tensor, for instance of an optimiser's moments, by parameter name."""
+        return {name: flat[place].view(shape) for name, (place, shape) in self._places.items()}
+
+    def state_dict(self) -> StateDict:
+        return {name: view.clone() for name, view in self._views.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the values in place.
+
+        Raises:
+            ParameterError: A saved parameter has another shape; nothing has moved.
+        """
+        for name, view in self._views.items():
+            check_shape(name, "ParameterBlock", state[name], "as built", view.shape)
+        for name, view in self._views.items():
+            view.copy_(state[name])
+
+
+class MLP:
+    """R independent ReLU MLPs without output layer: h_l = relu(norm(h_(l-1) W_l + b_l)), h_0 = x.
+
+    `norm` is the identity or layer normalisation without learned scale. Weights and biases start uniform in
+    +-1/sqrt(fan_in), torch.nn.Linear's rule.
+
+    Args:
+        in_dim: Length of x.
+        hidden_dims: Width of each layer; the last one is `out_dim`. Empty: h = x.
+        num_replicas: R.
+        layer_norm: Normalise each layer's pre-activations.
+        generator: Source of the initial weights.
+        dtype: Of weights and inputs.
+        device: Where they live; the generator's.
+
+    Raises:
+        ParameterError: A width below one.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        hidden_dims: Sequence[int],
+        *,
+        num_replicas: int = 1,
+        layer_norm: bool = False,
+        generator: torch.Generator,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.in_dim = check_int("in_dim", "MLP", in_dim)
+        self.num_replicas = check_int("num_replicas", "MLP", num_replicas)
+        if isinstance(hidden_dims, str) or not isinstance(hidden_dims, Sequence):
+            raise ParameterError("hidden_dims", "MLP", "be a list of ints", repr(hidden_dims))
+        self.hidden_dims = tuple(check_int("hidden_dims", "MLP", width) for width in hidden_dims)
+        self.out_dim = self.hidden_dims[-1] if self.hidden_dims else self.in_dim
+        self.layer_norm = bool(layer_norm)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer, (fan_in, width) in enumerate(self._sizes()):
+            shapes[f"weight_{layer}"] = (num_replicas, fan_in, width)
+            shapes[f"bias_{layer}"] = (num_replicas, 1, width)
+        self.parameters = ParameterBlock(shapes, dtype=dtype, device=generator.device)
+        for layer, (fan_in, _) in enumerate(self._sizes()):
+            bound = 1 / math.sqrt(fan_in)
+            self.parameters[f"weight_{layer}"].uniform_(-bound, bound, generator=generator)
+            self.parameters[f"bias_{layer}"].uniform_(-bound, bound, generator=generator)
+
+    def clone(self) -> MLP:
+        """Return a copy with its own parameters."""
+        copy = object.__new__(MLP)
+        copy.__dict__ |= self.__dict__
+        copy.parameters = self.parameters.clone()
+        return copy
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        return list(zip((self.in_dim, *self.hidden_dims), self.hidden_dims, strict=False))
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one forward pass of one input of one replica (2 per multiplication)."""
+        return sum(2 * fan_in * width for fan_in, width in self._sizes())
+
+    def __call__(self, x: Float[Tensor, "replicas batch in_dim"]) -> Float[Tensor, "replicas batch out_dim"]:
+        """Return the top activations h."""
+        return self.forward(x)[0][-1]
+
+    def forward(self, x: Float[Tensor, "replicas batch in_dim"]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return [x, h_1, ..., h_L], and with layer norm each layer's normalised values and 1/sd, for `backward`."""
+        activations, norms = [x], []
+        for layer in range(len(self.hidden_dims)):
+            z = torch.baddbmm(self.parameters[f"bias_{layer}"], activations[-1], self.parameters[f"weight_{layer}"])
+            if self.layer_norm:
+                variance, mean = torch.var_mean(z, dim=-1, keepdim=True, correction=0)
+                inverse = (variance + _LAYER_NORM_EPS).rsqrt()
+                z = (z - mean) * inverse
+                norms += [z, inverse]
+                activations.append(z.relu())
+            else:
+                activations.append(z.relu_())
+        return activations, norms
+
+    def backward(
+        self, activations: list[Tensor], norms: list[Tensor], grad: Float[Tensor, "replicas batch out_dim"]
+    ) -> None:
+        """Write the gradients of a loss, given its gradient with respect to the top activations, into the block."""
+        for layer in reversed(range(len(self.hidden_dims))):
+            grad = torch.ops.aten.threshold_backward(grad, activations[layer + 1], 0.0)
+            if self.layer_norm:
+                normalised, inverse = norms[2 * layer : 2 * layer + 2]
+                shift = grad.mean(-1, keepdim=True)
+                slope = (grad * normalised).mean(-1, keepdim=True)
+                grad = (grad - shift - normalised * slope) * inverse
+            torch.bmm(activations[layer].mT, grad, out=self.parameters.grad(f"weight_{layer}"))
+            torch.sum(grad, dim=1, keepdim=True, out=self.parameters.grad(f"bias_{layer}"))
+            if layer:
+                grad = grad @ self.parameters[f"weight_{layer}"].mT
