@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -55,6 +55,7 @@ class ScoringOptions(NeuralOptions, total=False):
     exploration_scale: float
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """What an agent acts on; scores are in reward units, (replicas, batch, arms)."""
 
@@ -79,6 +80,7 @@ class Minibatch:
     index: Float[Tensor, "replicas batch samples index_dim"] | None
 
 
+@runtime_checkable
 class Trainer(Protocol):
     """What learns from minibatches of the replay buffer."""
 
@@ -324,6 +326,29 @@ class NeuralAgent(BanditAgent):
             perturbation = reward.new_empty(*lead, 0)
         check_shape("perturbation", self._owner, perturbation, "replicas batch index_dim", (*lead, self.index_dim))
         return {"features": features, "reward": reward, "weight": weight, "perturbation": perturbation, "arm": arm}
+
+    def discount(self, factor: float, *, keep_prior: bool = True) -> None:
+        """Forget: weigh all stored data by `factor` from now on; the prior keeps its weight.
+
+        Raises:
+            ParameterError: A factor outside (0, 1], or `keep_prior=False`: a network's prior cannot be forgotten.
+        """
+        check_real("factor", self._owner, factor, above=0.0, at_most=1.0)
+        if not keep_prior:
+            raise ParameterError("keep_prior", self._owner, "be True: a network's prior stays", keep_prior)
+        self.replay.scale("weight", factor)
+        self.calibration.forget(factor)
+        if self.closed_form is not None and self.replay.size:
+            self.closed_form.refit(self.replay.stored(), None)
+
+    def add_arms(self, count: int = 1) -> None:
+        """Refuse: the network has one output per arm.
+
+        Raises:
+            ParameterError: Always.
+        """
+        remedy = "Describe arms by features instead (num_arms=None), and they come and go freely."
+        raise ParameterError("num_arms", self._owner, "stay what the network was built with", count, remedy)
 
     def posterior_samples(
         self,

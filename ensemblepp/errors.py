@@ -22,6 +22,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be read, or that belongs to something else."""
 
 
+class DivergenceError(RuntimeError):
+    """Learning became non-finite and was stopped."""
+
+
 def check_int(name: str, owner: str, value: object, *, minimum: int = 1) -> int:
     """Return `value` as an int at least `minimum`; booleans are refused."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:

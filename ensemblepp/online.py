@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ from torch import Tensor
 from ensemblepp import checkpoint
 from ensemblepp.acquisition import choice_shares
 from ensemblepp.agents.linear import LinearEnsemblePP
-from ensemblepp.errors import CheckpointError, ParameterError, check_choice, check_int, check_real
+from ensemblepp.agents.neural import NeuralEnsemblePP
+from ensemblepp.errors import (
+    CheckpointError,
+    DivergenceError,
+    ParameterError,
+    check_choice,
+    check_int,
+    check_real,
+)
 from ensemblepp.types import Transition
 
 _OWNER = "OnlineBandit"
@@ -42,16 +50,19 @@ class OnlineDecision:
 
 
 class OnlineBandit:
-    """A linear Ensemble++ learner behind two verbs: `decide` now, `learn` when the reward is known.
+    """An Ensemble++ learner behind two verbs: `decide` now, `learn` when the reward is known.
 
-    Build it with `OnlineBandit.linear`. It takes and returns plain numbers and numpy arrays. Every decision's random
+    Build it with `OnlineBandit.linear` or `OnlineBandit.neural`. It takes and returns plain numbers and numpy arrays. Every decision's random
     perturbation is drawn with the decision and kept with its token, so the posterior after a set of rewards does not
-    depend on the order in which they arrive; rewards that never arrive change nothing.
+    depend on the order in which they arrive (a network trains on them as they come, so there it does); rewards that
+    never arrive change nothing.
 
     Not thread-safe: guard one bandit with one lock.
     """
 
-    def __init__(self, agent: LinearEnsemblePP, options: Mapping[str, Any], max_pending: int) -> None:
+    def __init__(
+        self, agent: LinearEnsemblePP | NeuralEnsemblePP, options: Mapping[str, Any], max_pending: int
+    ) -> None:
         self._agent = agent
         self._options = dict(options)
         self._max_pending = check_int("max_pending", _OWNER, max_pending)
@@ -107,6 +118,80 @@ class OnlineBandit:
         }
         check_choice("dtype", _OWNER, dtype, _DTYPES)
         agent = LinearEnsemblePP(**{**options, "dtype": _DTYPES[dtype]})
+        return cls(agent, options, max_pending)
+
+    @classmethod
+    def neural(
+        cls,
+        feature_dim: int,
+        *,
+        num_arms: int | None = None,
+        head: str = "exact",
+        index_dim: int = 8,
+        acquisition: str = "thompson",
+        exploration_scale: float = 1.0,
+        prior_scale: float | None = None,
+        noise_scale: float | None = None,
+        hidden_dims: Sequence[int] = (64, 64),
+        learning_rate: float = 1e-3,
+        updates_per_step: int = 4,
+        batch_size: int = 128,
+        replay_capacity: int = 10_000,
+        max_pending: int = 10_000,
+        dtype: str = "float32",
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> OnlineBandit:
+        """Return a bandit whose mean reward is a network of the features; see `NeuralEnsemblePP`.
+
+        Every `learn` trains on `updates_per_step` minibatches, so its time is bounded, whatever the number of data:
+        with the exact head a rebuild on at most `replay_capacity` data comes on top every 20 rewards.
+
+        Args:
+            feature_dim: d, number of features of an arm (or of the context, with `num_arms`).
+            num_arms: None: each call brings one row of features per arm, so arms come and go freely. A number K: each
+                call brings one context, and every one of K arms has an output of its own.
+            head: "exact" (closed form on learned features) or "sgd".
+            index_dim: M, number of ensemble members.
+            acquisition: "thompson", "ucb" or "greedy".
+            exploration_scale: 1 is Thompson sampling; smaller values explore less. The width of "ucb" in posterior
+                standard deviations.
+            prior_scale: Prior standard deviation of the mean reward in standard deviations of the reward; None means
+                the head's own default.
+            noise_scale: Standard deviation of the rewards around their mean, in reward units; None estimates it.
+            hidden_dims: Widths of the network's ReLU layers.
+            learning_rate: Adam's step size.
+            updates_per_step: Minibatches per `learn`.
+            batch_size: Data per minibatch.
+            replay_capacity: Data kept; the oldest are overwritten.
+            max_pending: Decisions kept while they wait for their reward; beyond it the oldest is forgotten.
+            dtype: "float32" or "float64".
+            device: Any torch device.
+            seed: Root of all randomness.
+
+        Raises:
+            ParameterError: A value that breaks a rule, by name.
+        """
+        options: dict[str, Any] = {
+            "feature_dim": feature_dim,
+            "num_arms": num_arms,
+            "head": head,
+            "index_dim": index_dim,
+            "acquisition": acquisition,
+            "exploration_scale": exploration_scale,
+            "prior_scale": prior_scale,
+            "noise_scale": noise_scale,
+            "hidden_dims": list(hidden_dims),
+            "learning_rate": learning_rate,
+            "updates_per_step": updates_per_step,
+            "batch_size": batch_size,
+            "replay_capacity": replay_capacity,
+            "dtype": dtype,
+            "device": device,
+            "seed": seed,
+        }
+        check_choice("dtype", _OWNER, dtype, _DTYPES)
+        agent = NeuralEnsemblePP(**{**options, "dtype": _DTYPES[dtype]})
         return cls(agent, options, max_pending)
 
     @property
@@ -165,6 +250,7 @@ class OnlineBandit:
         Raises:
             KeyError: The token is unknown, was learned or discarded before, or was forgotten (see `max_pending`).
             ParameterError: The reward is not a finite number; the token stays open.
+            DivergenceError: Training became non-finite (neural bandits).
         """
         reward = check_real("reward", f"{_OWNER}.learn", reward)
         arm, features, perturbation = self._find(token)
@@ -178,6 +264,11 @@ class OnlineBandit:
             )
         )
         del self._pending[token]
+        if isinstance(self._agent, NeuralEnsemblePP) and int(self._agent.stopped) >= 0:
+            raise DivergenceError(
+                f"training of {_OWNER} became non-finite after {int(self._agent.stopped)} rewards; from now on it "
+                "chooses uniformly. Load an earlier save, or lower learning_rate"
+            )
 
     def discard(self, token: int) -> None:
         """Give up on the reward of a decision, as if it had never been made.
@@ -194,10 +285,11 @@ class OnlineBandit:
         Args:
             factor: 1 keeps all; 0.99 once a day halves the weight of the past in 69 days.
             keep_prior: Put the forgotten share of the prior back, so that uncertainty never exceeds the prior's.
-                Without it, uncertainty about what is no longer seen grows without bound.
+                Without it, uncertainty about what is no longer seen grows without bound. A neural bandit's prior
+                stays in any case, so there it must be True.
 
         Raises:
-            ParameterError: A factor outside (0, 1].
+            ParameterError: A factor outside (0, 1], or `keep_prior=False` with a neural bandit.
         """
         self._agent.discount(factor, keep_prior=keep_prior)
 
@@ -215,6 +307,7 @@ class OnlineBandit:
         """Write posterior, open decisions and random streams to one file, atomically."""
         pending = list(self._pending.values())
         state: dict[str, Any] = {
+            "model": "neural" if isinstance(self._agent, NeuralEnsemblePP) else "linear",
             "options": self._options | {"num_arms": self.num_arms},
             "max_pending": self._max_pending,
             "next_token": self._next_token,
@@ -242,10 +335,11 @@ class OnlineBandit:
         state = checkpoint.load(path, kind=_KIND)
         try:
             options = state["options"] | ({} if device is None else {"device": device})
-            bandit = cls.linear(**options, max_pending=state["max_pending"])
+            build = cls.neural if state.get("model") == "neural" else cls.linear
+            bandit = build(**options, max_pending=state["max_pending"])
             bandit._agent.load_state_dict(state["agent"])
             bandit._next_token = state["next_token"]
-            target = bandit._agent.posterior.state.device
+            target = bandit._agent.device
             rows = zip(
                 state["tokens"],
                 state["arms"],
@@ -278,7 +372,7 @@ class OnlineBandit:
                 "features", _OWNER, f"have shape {axes} with feature_dim = {self._agent.feature_dim}", array.shape
             )
         tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64 if array.dtype.kind in "iu" else None))
-        return tensor.to(self._agent.posterior.state)[None, None]
+        return tensor.to(self._agent.device, self._agent.dtype)[None, None]
 
     def _as_mask(self, mask: ArrayLike, num_arms: int) -> Tensor:
         array = np.asarray(mask)
@@ -286,7 +380,7 @@ class OnlineBandit:
             raise ParameterError(
                 "mask", _OWNER, f"be booleans of shape ({num_arms},)", f"{array.dtype} of shape {array.shape}"
             )
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._agent.posterior.state.device)[None, None]
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._agent.device)[None, None]
 
     def _probability(self, contexts: Tensor, mask: Tensor | None, own: Tensor, arm: int, count: int) -> float:
         """Return the share of `count` posterior samples, the decision's own first, that choose `arm`."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ensemblepp.agents import (
+    EnsemblePlus,
+    EpiNet,
     EpsilonGreedy,
     Greedy,
     LinearAgent,
@@ -16,6 +18,11 @@ from ensemblepp.agents import (
     LinearEnsembleSampling,
     LinearThompsonSampling,
     LinUCB,
+    NeuralEnsemblePP,
+    NeuralEpsilonGreedy,
+    NeuralGreedy,
+    NeuralLinear,
+    RandomFeatureEnsemblePP,
     Uniform,
 )
 from ensemblepp.agents.gaussian_process import GaussianProcessOracle
@@ -45,6 +52,27 @@ AGENTS: dict[str, Any] = {
     "uniform": Uniform,
     "frame": LinearAgent,
 }
+SMALL: dict[str, Any] = {"hidden_dims": (6, 5), "batch_size": 4, "updates_per_step": 2, "min_data": 2}
+SMALL_PP = partial(NeuralEnsemblePP, index_dim=3, **SMALL)
+NEURAL_AGENTS: dict[str, Any] = {
+    "neural_ensemble_pp": partial(SMALL_PP, refit_period=3),
+    "neural_ensemble_pp_ucb": partial(SMALL_PP, refit_period=3, acquisition="ucb", layer_norm=True),
+    "neural_ensemble_pp_sgd": partial(SMALL_PP, head="sgd"),
+    "neural_ensemble_pp_sgd_ucb": partial(SMALL_PP, head="sgd", acquisition="ucb", update_period=2),
+    "neural_ensemble_pp_sgd_features": partial(SMALL_PP, head="sgd", prior="features", layer_norm=True),
+    "random_feature_ensemble_pp": partial(RandomFeatureEnsemblePP, num_features=5, calibration_data=6, index_dim=3),
+    "ensemble_plus": partial(EnsemblePlus, index_dim=3, **SMALL),
+    "epi_net": partial(EpiNet, index_dim=3, **SMALL),
+    "neural_linear": partial(NeuralLinear, refit_period=3, **SMALL),
+    "neural_greedy": partial(NeuralGreedy, **SMALL),
+    "neural_epsilon_greedy": partial(NeuralEpsilonGreedy, epsilon=0.3, **SMALL),
+}
+FINITE_AGENTS = AGENTS | NEURAL_AGENTS
+# Enough where agents of one family run the same code.
+ONE_PER_HEAD = AGENTS | {
+    name: NEURAL_AGENTS[name] for name in ("neural_ensemble_pp", "neural_ensemble_pp_sgd_features")
+}
+SAME_AS_ANOTHER = ("neural_ensemble_pp_sgd_ucb", "random_feature_ensemble_pp", "neural_greedy", "neural_epsilon_greedy")
 FEATURES = np.random.default_rng(0).normal(size=(11, 4)).astype(np.float32)
 ROWS = ClassificationData(FEATURES, np.arange(11, dtype=np.int64) % 3, 3)
 
@@ -93,19 +121,19 @@ def make_oracle(num_replicas: int, **options: Any) -> GaussianProcessOracle:
     return GaussianProcessOracle(pool, lambda x, y: (-((x - y.mT) ** 2)).exp(), noise_scale=0.1, **options)
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", FINITE_AGENTS)
 def test_agents_on_fixed_arms(name: str) -> None:
-    check_agent(partial(AGENTS[name], 3), ENVIRONMENTS["linear"])
+    check_agent(partial(FINITE_AGENTS[name], 3), ENVIRONMENTS["linear"])
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", ONE_PER_HEAD)
 def test_agents_on_changing_arms_with_one_feature(name: str) -> None:
-    check_agent(partial(AGENTS[name], 1), partial(LinearBandit, 1, 3, arms="changing"))
+    check_agent(partial(ONE_PER_HEAD[name], 1), partial(LinearBandit, 1, 3, arms="changing"))
 
 
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", [name for name in FINITE_AGENTS if name not in SAME_AS_ANOTHER])
 def test_agents_with_per_arm_posteriors(name: str) -> None:
-    check_agent(partial(AGENTS[name], 5, num_arms=3), ENVIRONMENTS["classification_shared"])
+    check_agent(partial(FINITE_AGENTS[name], 5, num_arms=3), ENVIRONMENTS["classification_shared"])
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -122,6 +150,12 @@ def test_agents_on_a_compact_action_set(name: str) -> None:
 @pytest.mark.parametrize("acquisition", ["thompson", "ucb", "greedy"])
 def test_the_gaussian_process_oracle_on_its_pool(acquisition: str) -> None:
     check_agent(partial(make_oracle, acquisition=acquisition), partial(CountingBandit, 1, 3, pool_size=4))
+
+
+@pytest.mark.parametrize("name", ["neural_classification", "classification_shared"])
+def test_the_logistic_loss_on_rewards_that_are_zero_or_one(name: str) -> None:
+    sizes: dict[str, Any] = {"feature_dim": 5, "num_arms": 3} if name == "classification_shared" else {"feature_dim": 3}
+    check_agent(partial(SMALL_PP, head="sgd", loss="logistic", **sizes), ENVIRONMENTS[name])
 
 
 @pytest.mark.parametrize("name", ["ensemble_pp", "thompson_sampling"])

@@ -1,0 +1,182 @@
+"""Replica-batched networks against plain loops and autograd."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ensemblepp.errors import ParameterError
+from ensemblepp.networks import MLP, ParameterBlock
+from ensemblepp.seeding import make_generator
+
+DEPTHS: list[tuple[int, ...]] = [(), (5,), (5, 7)]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=make_generator(seed, "data"), dtype=torch.float64)
+
+
+def make(hidden_dims: Sequence[int], **options: Any) -> MLP:
+    generator = make_generator(options.pop("seed", 0), "init")
+    return MLP(3, hidden_dims, num_replicas=4, generator=generator, **({"dtype": torch.float64} | options))
+
+
+def one_network(network: MLP, x: Tensor, parameters: dict[str, Tensor], replica: int) -> Tensor:
+    """One replica as anybody would write it in torch."""
+    for layer, width in enumerate(network.hidden_dims):
+        weight, bias = (parameters[f"{name}_{layer}"][replica] for name in ("weight", "bias"))
+        x = torch.nn.functional.linear(x, weight.T, bias[0])
+        if network.layer_norm:
+            x = torch.nn.functional.layer_norm(x, (width,))
+        x = torch.nn.functional.relu(x)
+    return x
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("hidden_dims", DEPTHS)
+def test_forward_equals_a_loop_over_replicas(hidden_dims: tuple[int, ...], layer_norm: bool) -> None:
+    network, x = make(hidden_dims, layer_norm=layer_norm), normal(4, 6, 3)
+    loop = torch.stack([one_network(network, x[r], network.parameters.state_dict(), r) for r in range(4)])
+    torch.testing.assert_close(network(x), loop, rtol=0, atol=1e-12)
+    assert network(x).shape == (4, 6, network.out_dim)
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("hidden_dims", DEPTHS)
+def test_backward_equals_autograd(hidden_dims: tuple[int, ...], layer_norm: bool) -> None:
+    network, x = make(hidden_dims, layer_norm=layer_norm), normal(4, 6, 3)
+    top = normal(4, 6, network.out_dim, seed=1)
+    parameters = {name: value.requires_grad_() for name, value in network.parameters.state_dict().items()}
+    loop = torch.stack([one_network(network, x[r], parameters, r) for r in range(4)])
+    network.parameters.flat.grad.fill_(torch.nan)  # whatever is there must be overwritten
+    network.backward(*network.forward(x), top)
+    assert len(parameters) == 2 * len(hidden_dims)
+    if not parameters:
+        return
+    gradients = torch.autograd.grad((loop * top).sum(), [*parameters.values()])
+    for name, wanted in zip(parameters, gradients, strict=True):
+        assert wanted.abs().max() > 0
+        torch.testing.assert_close(network.parameters.grad(name), wanted, rtol=0, atol=1e-10)
+
+
+def test_layer_norm_changes_the_function_and_ignores_the_scale_of_the_weights() -> None:
+    plain, normed, x = make((5,)), make((5,), layer_norm=True), normal(4, 6, 3)
+    torch.testing.assert_close(plain.parameters.flat, normed.parameters.flat)
+    assert float((plain(x) - normed(x)).abs().max()) > 0.1
+    before = normed(x)
+    normed.parameters.flat.mul_(10)
+    torch.testing.assert_close(normed(x), before, rtol=0, atol=0.02)
+
+
+def test_without_hidden_layers_the_features_are_the_input() -> None:
+    network, x = make(()), normal(4, 2, 3)
+    assert torch.equal(network(x), x)
+    assert network.out_dim == 3
+    assert network.flops == 0
+    assert len(network.parameters.flat) == 0
+
+
+def test_flops_count_two_per_multiplication_of_one_input_of_one_replica() -> None:
+    assert make((5, 7)).flops == 2 * (3 * 5 + 5 * 7)
+
+
+def test_initial_weights_fill_the_range_of_one_over_the_root_of_the_fan_in() -> None:
+    network = MLP(16, (400, 3), num_replicas=2, generator=make_generator(0, "init"))
+    for layer, bound in enumerate((0.25, 0.05)):
+        for name in ("weight", "bias"):
+            values = network.parameters[f"{name}_{layer}"]
+            assert float(values.abs().max()) <= bound
+            assert float(values.abs().max()) > 0.5 * bound
+    values = network.parameters["weight_0"]
+    n = values.numel()
+    assert float(values.mean()) == pytest.approx(0.0, abs=4 * 0.25 / (3 * n) ** 0.5)
+    # The fourth moment of U(-b, b) is b^4 / 5, so the variance of the squares is 4 b^4 / 45.
+    assert float(values.square().mean()) == pytest.approx(0.25**2 / 3, abs=4 * 0.25**2 * (4 / 45 / n) ** 0.5)
+
+
+def test_replicas_start_differently_and_seeds_repeat() -> None:
+    weight = make((5,)).parameters["weight_0"]
+    assert len(torch.unique(weight)) == weight.numel()
+    assert torch.equal(weight, make((5,)).parameters["weight_0"])
+    assert not torch.equal(weight, make((5,), seed=1).parameters["weight_0"])
+
+
+def test_a_clone_keeps_the_values_and_shares_nothing() -> None:
+    network, x = make((5, 7), layer_norm=True), normal(4, 6, 3)
+    copy, before = network.clone(), network(x)
+    assert torch.equal(copy(x), before)
+    network.parameters.flat.add_(1)
+    network.parameters.flat.grad.add_(1)
+    assert torch.equal(copy(x), before)
+    assert not copy.parameters.flat.grad.any()
+
+
+def block() -> ParameterBlock:
+    return ParameterBlock({"a": (2, 3), "b": (2, 1, 2)}, dtype=torch.float64, device="cpu")
+
+
+def test_named_parameters_and_gradients_are_views_of_the_flat_ones() -> None:
+    parameters = block()
+    parameters.flat.copy_(torch.arange(10.0))
+    parameters.flat.grad.copy_(-torch.arange(10.0))
+    assert parameters["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert parameters["b"].tolist() == [[[6, 7]], [[8, 9]]]
+    assert parameters.grad("b").tolist() == [[[-6, -7]], [[-8, -9]]]
+    parameters["b"][1] = 5
+    parameters.grad("a")[0] = 3
+    assert parameters.flat.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 5]
+    assert parameters.flat.grad[:3].tolist() == [3, 3, 3]
+    moments = parameters.split(torch.arange(10.0))
+    assert moments["b"].tolist() == [[[6, 7]], [[8, 9]]]
+
+
+def test_one_optimiser_step_moves_every_named_parameter() -> None:
+    parameters = block()
+    parameters.grad("a").fill_(1.0)
+    parameters.grad("b").fill_(-2.0)
+    torch.optim.SGD([parameters.flat], lr=0.5).step()
+    assert (parameters["a"] == -0.5).all()
+    assert (parameters["b"] == 1.0).all()
+
+
+def test_a_saved_block_is_a_copy_and_is_restored_in_place() -> None:
+    parameters = block()
+    parameters.flat.copy_(torch.arange(10.0))
+    view, saved = parameters["a"], parameters.state_dict()
+    parameters.flat.zero_()
+    assert saved["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    parameters.load_state_dict(saved)
+    assert torch.equal(parameters.flat, torch.arange(10.0).double())
+    assert torch.equal(view, saved["a"])
+    saved["a"].zero_()
+    assert parameters["a"].any()
+
+
+def test_a_block_of_another_shape_is_refused_by_name_and_nothing_moves() -> None:
+    parameters, saved = block(), block().state_dict()
+    saved["a"] += 1
+    saved["b"] = torch.zeros(2, 2, 2)
+    message = r"b of ParameterBlock must have shape \(as built\) = \(2, 1, 2\); got shape \(2, 2, 2\)"
+    with pytest.raises(ParameterError, match=message):
+        parameters.load_state_dict(saved)
+    assert not parameters.flat.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_dim": 0}, "in_dim of MLP must be an int >= 1; got 0"),
+        ({"hidden_dims": (4, 0)}, "hidden_dims of MLP must be an int >= 1; got 0"),
+        ({"hidden_dims": (4, 2.5)}, r"hidden_dims of MLP must be an int >= 1; got 2\.5"),
+        ({"hidden_dims": 4}, "hidden_dims of MLP must be a list of ints; got 4"),
+        ({"hidden_dims": "64"}, "hidden_dims of MLP must be a list of ints; got '64'"),
+        ({"num_replicas": 0}, "num_replicas of MLP must be an int >= 1; got 0"),
+    ],
+)
+@pytest.mark.usefixtures("without_shape_checks")
+def test_sizes_that_make_no_network_are_named(options: dict[str, Any], message: str) -> None:
+    sizes: dict[str, Any] = {"in_dim": 3, "hidden_dims": (4,)} | options
+    with pytest.raises(ParameterError, match=message):
+        MLP(**sizes, generator=make_generator(0, "init"))
