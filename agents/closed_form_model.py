@@ -74,6 +74,11 @@ class ClosedFormModel:
         self._levels = torch.ones(replicas, len(self.parts) + 3, dtype=dtype, device=device)
         self._fitted = False
 
+    @property
+    def fitted(self) -> bool:
+        """Whether there was a refit; before it, phi is scaled by the inputs at hand."""
+        return self._fitted
+
     @staticmethod
     def feature_dim(torso: MLP, parts: Mapping[str, float]) -> int:
         """Return the length of phi."""
@@ -142,7 +147,7 @@ class ClosedFormModel:
     def refit(self, data: Mapping[str, Tensor], torso: MLP | None = None) -> None:
         """Rebuild the posterior on all stored data, with `torso`'s present features; then estimate the noise level."""
         if torso is not None:
-            self.torso.parameters.copy_(torso.parameters)
+            self.torso.parameters.copy_sound_(torso.parameters)
         now = self.calibration
         factors = self._measure(self._raw(data["features"]), data["weight"])
         self._levels = torch.cat([factors, now.offset, now.scale, now.noise], dim=-1)

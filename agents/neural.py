@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from ensemblepp.agents.closed_form_model import ClosedFormModel
 from ensemblepp.agents.frame import BanditAgent
-from ensemblepp.agents.sgd_model import SgdModel
+from ensemblepp.agents.sgd_model import Optimiser, SgdModel
 from ensemblepp.calibration import Calibration
 from ensemblepp.errors import ParameterError, check_all, check_choice, check_int, check_real, check_shape
 from ensemblepp.heads import EnsembleNetwork
@@ -84,6 +84,8 @@ class Minibatch:
 class Trainer(Protocol):
     """What learns from minibatches of the replay buffer."""
 
+    optimiser: Optimiser
+
     @property
     def columns(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]: ...
 
@@ -103,8 +105,8 @@ class NeuralAgent(BanditAgent):
 
     A subclass sets `scorer`, `trainer` and, for a closed-form head, `closed_form`.
 
-    A replica whose training loss becomes non-finite is stopped: `stopped` names the number of data at which that
-    happened, and from then on it chooses uniformly. The others do not notice.
+    A replica whose training loss or parameters become non-finite or huge is stopped: `stopped` names the number of data
+    at which that happened, and from then on it chooses uniformly. The others do not notice.
 
     Args:
         feature_dim: d, number of features of an arm or context.
@@ -135,6 +137,7 @@ class NeuralAgent(BanditAgent):
     scorer: Scorer
     trainer: Trainer | None = None
     closed_form: ClosedFormModel | None = None
+    _labels = False
 
     def __init__(
         self,
@@ -282,7 +285,8 @@ class NeuralAgent(BanditAgent):
         total = torch.zeros(self.num_replicas, dtype=self.dtype, device=self.device)
         for minibatch in minibatches:
             total += trainer.train(self.replay.gather(minibatch.slots), minibatch.index, self.replay.size)
-        failed = ~torch.isfinite(total) & (self.stopped < 0)
+        sound = torch.isfinite(total) & trainer.optimiser.sound(self.num_replicas)
+        failed = ~sound & (self.stopped < 0)
         self.stopped = torch.where(failed, self.replay.num_added, self.stopped)
         return total.unsqueeze(-1) / len(minibatches)
 
@@ -290,8 +294,9 @@ class NeuralAgent(BanditAgent):
         """Move the closed-form posterior by new data; rebuild it when enough have come since the last time."""
         since = self.replay.num_added - self._refitted_at
         period = max(1, min(self._refit_period, self.replay.size // 4))
-        if since >= period and self.replay.num_added <= self._refit_until:
-            head.refit(self.replay.stored(), self._torso)
+        if not head.fitted or (since >= period and self.replay.num_added <= self._refit_until):
+            # The first batch is all there is, even where the buffer keeps less.
+            head.refit(self.replay.stored() if head.fitted else data, self._torso)
             self._refitted_at = self.replay.num_added
         else:
             head.update(data)
@@ -311,6 +316,9 @@ class NeuralAgent(BanditAgent):
             features = torch.where(transition.observed.unsqueeze(-1), features, 0.0)
         check_all("features", self._owner, "be finite", torch.isfinite(features), features)
         check_all("reward", self._owner, "be finite", torch.isfinite(reward), reward)
+        if self._labels:
+            rule = "be in [0, 1] with the logistic loss"
+            check_all("reward", self._owner, rule, (reward >= 0) & (reward <= 1), reward)
         arm = transition.arm
         if self.num_arms is None:
             arm = torch.zeros_like(reward, dtype=torch.int64)
@@ -495,8 +503,10 @@ class NeuralEnsemblePP(NeuralAgent):
             index_weight=1.0 if index_weight is None else index_weight,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
+            track_noise=head == "sgd",
             generator=self.streams["replay"],
         )
+        self._labels = logistic
         self.trainer = self.scorer = model
         if head == "exact":
             scale = 1.0 if prior_scale is None else prior_scale

@@ -31,6 +31,8 @@ class NeuralGreedy(NeuralAgent):
         **options: See `NeuralAgent`.
     """
 
+    _track_noise = True
+
     def __init__(
         self,
         feature_dim: int,
@@ -58,6 +60,7 @@ class NeuralGreedy(NeuralAgent):
             owner=self._owner,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
+            track_noise=self._track_noise,
             generator=self.streams["replay"],
         )
         self.replay = self._build_replay()
@@ -245,6 +248,8 @@ class NeuralLinear(NeuralGreedy):
     the noise variance is replaced by its evidence estimate.
     """
 
+    _track_noise = False
+
     def __init__(
         self,
         feature_dim: int,
@@ -273,6 +278,17 @@ class NeuralLinear(NeuralGreedy):
     def draw_index(self, batch: int) -> Float[Tensor, "replicas batch *arms dim"]:
         """Draw the standard normal vector of an exact posterior sample, one per arm with one posterior per arm."""
         return self._draw_normal(batch, self.streams["act"])
+
+    def posterior_samples(
+        self,
+        features: Float[Tensor, "replicas points feature_dim"],
+        arm: Tensor | None,
+        num_samples: int,
+        generator: torch.Generator,
+    ) -> Float[Tensor, "replicas samples points"]:
+        """Return joint exact posterior samples of the mean rewards, in reward units; the agent's streams stay put."""
+        normal = self._draw_normal(num_samples, generator)
+        return self.scorer.joint(features.to(self.dtype), arm if self.num_arms else None, normal)
 
     def _draw_normal(self, batch: int, generator: torch.Generator) -> Tensor:
         assert self.closed_form is not None

@@ -61,7 +61,11 @@ class RandomFeatureEnsemblePP(NeuralAgent):
             *laws,
             acquisition=acquisition,
             exploration_scale=exploration_scale,
+            # Named here, so that an option without a meaning is refused like any unknown one.
             updates_per_step=0,
+            update_period=1,
+            batch_size=1,
+            min_data=1,
             replay_capacity=data,
             **options,
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ensemblepp.calibration import Calibration, PriorScale
@@ -46,6 +46,10 @@ class Optimiser:
         self._adam.param_groups[0]["weight_decay"] = self._weight_decay / max(num_data, 1)
         self._adam.step()
 
+    def sound(self, num_replicas: int) -> Bool[Tensor, " replicas"]:
+        """Return, per replica, whether every parameter is finite and small enough to act on."""
+        return torch.stack([block.sound(num_replicas) for block in self._blocks]).all(0)
+
     def state_dict(self) -> StateDict:
         state: StateDict = {}
         for position, block in enumerate(self._blocks):
@@ -78,6 +82,8 @@ class SgdModel:
         num_update_indices: Update indices per datum of the logistic loss.
         learning_rate: See `Optimiser`.
         weight_decay: See `Optimiser`.
+        track_noise: Estimate an unknown noise level from training residuals; False leaves that to a closed-form head.
+        generator: Source of the update indices.
 
     Raises:
         ParameterError: A value that breaks a rule, by name.
@@ -95,9 +101,10 @@ class SgdModel:
         num_update_indices: int = 8,
         learning_rate: float = 1e-3,
         weight_decay: float = 0.0,
+        track_noise: bool = True,
         generator: torch.Generator,
     ) -> None:
-        self.network, self.calibration = network, calibration
+        self.network, self.calibration, self._track_noise = network, calibration, track_noise
         self.loss = check_choice("loss", owner, loss, ("squared", "ensemble", "logistic"))
         self.prior_scale = PriorScale(network.num_replicas, prior_scale, owner=owner, device=generator.device)
         self.index_weight = check_real("index_weight", owner, index_weight, above=0.0)
@@ -203,7 +210,8 @@ class SgdModel:
         else:
             residual = chosen.mean.squeeze(-1) - target
             loss, gradient = expected_index_loss(chosen, target, perturbation, noise, self.index_weight)
-        self.calibration.track_noise(residual.square().mean(-1))
+        if self._track_noise:
+            self.calibration.track_noise(residual.square().mean(-1))
         return loss, gradient
 
     def state_dict(self) -> StateDict:

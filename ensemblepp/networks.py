@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError, check_int, check_shape
@@ -61,6 +61,24 @@ class ParameterBlock:
     def copy_(self, other: ParameterBlock) -> None:
         """Take over the values of a block with the same names and shapes."""
         self.flat.copy_(other.flat)
+
+    def sound(self, num_replicas: int) -> Bool[Tensor, " replicas"]:
+        """Return, per replica, whether every parameter is finite and small enough to act on.
+
+        The bound is the eighth root of the largest number: four layers of such weights, squared, do not overflow.
+        """
+        largest = torch.finfo(self.flat.dtype).max ** 0.125
+        rows = [view.reshape(num_replicas, -1) for view in self._views.values()]
+        peaks = [torch.linalg.vector_norm(row, ord=math.inf, dim=1) for row in rows]
+        every: Tensor = torch.stack(peaks).amax(0) <= largest
+        return every
+
+    def copy_sound_(self, other: ParameterBlock) -> None:
+        """Take over the values of those replicas that are `sound`; the others stay as they are."""
+        replicas = len(next(iter(self._views.values())))
+        sound = other.sound(replicas)
+        for name, view in self._views.items():
+            view.copy_(torch.where(sound.view(-1, *[1] * (view.ndim - 1)), other[name], view))
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the parts of a flat tensor, for instance of an optimiser's moments, by parameter name."""

@@ -52,10 +52,10 @@ class OnlineDecision:
 class OnlineBandit:
     """An Ensemble++ learner behind two verbs: `decide` now, `learn` when the reward is known.
 
-    Build it with `OnlineBandit.linear` or `OnlineBandit.neural`. It takes and returns plain numbers and numpy arrays. Every decision's random
-    perturbation is drawn with the decision and kept with its token, so the posterior after a set of rewards does not
-    depend on the order in which they arrive (a network trains on them as they come, so there it does); rewards that
-    never arrive change nothing.
+    Build it with `OnlineBandit.linear` or `OnlineBandit.neural`. It takes and returns plain numbers and numpy arrays.
+    Every decision's random perturbation is drawn with the decision and kept with its token, so a linear posterior after
+    a set of rewards does not depend on the order in which they arrive (a network trains on them as they come); rewards
+    that never arrive change nothing.
 
     Not thread-safe: guard one bandit with one lock.
     """

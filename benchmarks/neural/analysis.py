@@ -48,7 +48,9 @@ def bars_table(config: Mapping[str, Any], verdicts: list[dict[str, Any]]) -> str
     for each in verdicts:
         measured = f"{each['mean']:,.1f} ± {each['standard_error']:.1f}"
         title, game = config["methods"][each["method"]]["title"], each["game"].replace("_", " ")
-        rows.append([f"{game}, T = {each['step']:,}", title, measured, each["bar"], "met" if each["met"] else "**missed**"])
+        rows.append(
+            [f"{game}, T = {each['step']:,}", title, measured, each["bar"], "met" if each["met"] else "**missed**"]
+        )
     return common.make_table(["game", "method", "ours ± s.e.", "bar", ""], rows)
 
 
@@ -80,7 +82,13 @@ def game_table(config: Mapping[str, Any], cells: Mapping[str, Any], game: str) -
         rows.append((float(regrets(cell, horizon).mean()), row))
     rows.sort(key=lambda pair: pair[0])
     title = "" if rival is None else f" minus {config['methods'][rival]['title']}"
-    header = ["method", *(f"regret at {step:,}" for step in steps), f"paired{title}", "replicas", "CPU ms / learner-step"]
+    header = [
+        "method",
+        *(f"regret at {step:,}" for step in steps),
+        f"paired{title}",
+        "replicas",
+        "CPU ms / learner-step",
+    ]
     return common.make_table(header, [row for _, row in rows])
 
 
@@ -105,7 +113,14 @@ def tuning_table(config: Mapping[str, Any], trials: Mapping[str, Any]) -> str:
         for options, each in tried.items():
             regret = [f"{each['regret'][game]:.0f}" for game in config["tuning"]["games"]]
             mark = " (chosen)" if each["score"] == lowest else ""
-            rows.append([config["methods"][method]["title"], options.strip("{}").replace('"', ""), *regret, f"{each['score']:.3f}{mark}"])
+            rows.append(
+                [
+                    config["methods"][method]["title"],
+                    options.strip("{}").replace('"', ""),
+                    *regret,
+                    f"{each['score']:.3f}{mark}",
+                ]
+            )
     names = [game.replace("_", " ") for game in config["tuning"]["games"]]
     return common.make_table(["method", "options", *names, "score"], rows)
 

@@ -3,13 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from ensemblepp import OnlineBandit
-from ensemblepp.errors import CheckpointError, ParameterError
+from ensemblepp.errors import CheckpointError, DivergenceError, ParameterError
 
 
 def _features(seed: int, arms: int = 5, dim: int = 3) -> np.ndarray:
@@ -261,3 +262,52 @@ def test_two_bandits_with_one_seed_do_not_disturb_each_other_or_the_global_gener
     assert arms != [_bandit(seed=5).decide(_features(step)).arm for step in range(20)]
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert (np.random.get_state()[1] == numpy_state).all()
+
+
+NEURAL = {"hidden_dims": (6,), "batch_size": 8, "updates_per_step": 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"head": "sgd"}, {"num_arms": 4}, {"acquisition": "ucb"}])
+def test_a_neural_bandit_learns_saves_and_continues_identically(options: dict[str, Any], tmp_path: Path) -> None:
+    bandit = OnlineBandit.neural(3, seed=1, **NEURAL, **options)
+
+    def step(each: OnlineBandit, stream: np.random.Generator) -> int:
+        shape = (3,) if each.num_arms else (5, 3)
+        features = stream.normal(size=shape)
+        decision = each.decide(features, num_probability_samples=5)
+        each.learn(decision.token, float(features.sum()))
+        return decision.arm
+
+    stream = np.random.default_rng(0)
+    for _ in range(30):
+        step(bandit, stream)
+    open_token = bandit.decide(stream.normal(size=(3,) if bandit.num_arms else (5, 3))).token
+    bandit.save(tmp_path / "bandit.ckpt")
+    loaded = OnlineBandit.load(tmp_path / "bandit.ckpt")
+    streams = [np.random.default_rng(1), np.random.default_rng(1)]
+    for each in (bandit, loaded):
+        each.learn(open_token, 1.0)
+    assert [step(bandit, streams[0]) for _ in range(40)] == [step(loaded, streams[1]) for _ in range(40)]
+
+
+def test_a_neural_bandit_refuses_what_it_cannot_forget_or_grow() -> None:
+    bandit = OnlineBandit.neural(3, num_arms=2, **NEURAL)
+    bandit.learn(bandit.decide(np.ones(3)).token, 1.0)
+    bandit.discount(0.5, keep_prior=True)
+    with pytest.raises(ParameterError, match="keep_prior of NeuralEnsemblePP must be True"):
+        bandit.discount(0.5)
+    with pytest.raises(ParameterError, match="num_arms of NeuralEnsemblePP must stay what the network was built with"):
+        bandit.add_arms()
+
+
+def test_a_neural_bandit_says_when_its_training_diverged() -> None:
+    bandit = OnlineBandit.neural(3, head="sgd", learning_rate=1e30, **NEURAL)
+    features = np.random.default_rng(0).normal(size=(5, 3))
+
+    def learn(rewards: int) -> None:
+        for _ in range(rewards):
+            bandit.learn(bandit.decide(features).token, 1.0)
+
+    with pytest.raises(DivergenceError, match="training of OnlineBandit became non-finite after"):
+        learn(50)
+    assert bandit.decide(features).arm in range(5)
