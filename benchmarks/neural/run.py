@@ -16,9 +16,11 @@ from benchmarks.neural.play import FOLDER, load_config, play
 from benchmarks.neural.tune import best
 
 
-def missing(config: dict[str, Any], cells: dict[str, Any], games: list[str]) -> list[tuple[str, str]]:
+def missing(
+    config: dict[str, Any], cells: dict[str, Any], games: list[str], methods: list[str]
+) -> list[tuple[str, str]]:
     """Return the (method, game) pairs that are not measured, the costly methods first."""
-    order = sorted(config["methods"], key=lambda method: method not in ("ensemble_plus", "epi_net"))
+    order = sorted(methods, key=lambda method: method not in ("ensemble_plus", "epi_net"))
     return [
         (method, game)
         for method in order
@@ -42,12 +44,13 @@ def refresh(content: dict[str, Any], config: dict[str, Any], output: Path) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--games", nargs="+", help="only these games")
+    config = load_config()
+    parser.add_argument("--games", nargs="+", choices=list(config["games"]), default=list(config["games"]))
+    parser.add_argument("--methods", nargs="+", choices=list(config["methods"]), default=list(config["methods"]))
     parser.add_argument("--num-replicas", type=int, help="fewer learners, for a trial (needs --output)")
     parser.add_argument("--output", type=Path, default=FOLDER / "results.json")
     parser.add_argument("--jobs", type=int, default=2, help="processes, one thread each")
     arguments = parser.parse_args()
-    config = load_config()
     if arguments.num_replicas is not None and arguments.output.parent == FOLDER:
         parser.error("--num-replicas needs --output in another folder: the committed table has the stated size")
     content = common.read_json(arguments.output) or {"cells": {}}
@@ -55,7 +58,7 @@ def main() -> None:
     trials = common.read_json(FOLDER / "tuning.json")["trials"]
     with ProcessPoolExecutor(arguments.jobs) as pool:
         waiting = {}
-        for method, game in missing(config, content["cells"], arguments.games or list(config["games"])):
+        for method, game in missing(config, content["cells"], arguments.games, arguments.methods):
             spec = config["methods"][method]
             sizes = {
                 "num_replicas": arguments.num_replicas or spec.get("num_replicas", config["num_replicas"]),

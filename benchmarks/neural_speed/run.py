@@ -21,10 +21,13 @@ from benchmarks import common
 from benchmarks.speed.timing import cpu_per_call, cpu_seconds
 from ensemblepp import envs
 from ensemblepp.agents import NeuralEnsemblePP
+from ensemblepp.heads import EnsembleNetwork
+from ensemblepp.losses import expected_index_loss
 from ensemblepp.types import Decision, Transition
 
 FOLDER = Path(__file__).resolve().parent
 _DIM, _WIDTH, _MEMBERS, _BATCH = 100, 64, 8, 128
+_NAMES = (("weight_0", "bias_0", "weight_1", "bias_1"), ("weight", "bias"))
 
 
 def update_flops(dim: int = _DIM, width: int = _WIDTH, members: int = _MEMBERS, batch: int = _BATCH) -> int:
@@ -91,6 +94,48 @@ def measure_training(config: Mapping[str, Any]) -> dict[str, Any]:
                 }
             )
     return {"rows": rows}
+
+
+def measure_backward(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Time one minibatch's forward and backward pass, written out and by autograd on the same parameters."""
+    return {"rows": [_backward_row(replicas, config["seed"]) for replicas in config["training"]["num_replicas"]]}
+
+
+def _backward_row(replicas: int, seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    network = EnsembleNetwork(_DIM, (_WIDTH, _WIDTH), _MEMBERS, num_replicas=replicas, generator=generator)
+    x = torch.randn(replicas, _BATCH, _DIM, generator=generator)
+    y = torch.randn(replicas, _BATCH, generator=generator)
+    z, prior = (torch.randn(replicas, _BATCH, _MEMBERS, generator=generator) for _ in range(2))
+    leaves = [
+        block[name].clone().requires_grad_()
+        for block, names in zip(network.blocks, _NAMES, strict=True)
+        for name in names
+    ]
+
+    def written_out() -> None:
+        output, cache = network.forward(x)
+        _, gradient = expected_index_loss(output.with_prior(prior.unsqueeze(2), 0.35), y, z, 0.1)
+        network.backward(cache, (gradient / _BATCH).unsqueeze(2))
+
+    def by_autograd() -> tuple[torch.Tensor, ...]:
+        first, first_bias, second, second_bias, weight, bias = leaves
+        hidden = torch.baddbmm(first_bias, x, first).relu()
+        hidden = torch.baddbmm(second_bias, hidden, second).relu()
+        mean = torch.baddbmm(bias[:, :1], weight[:, :1], hidden.mT).squeeze(1)
+        members = torch.baddbmm(bias[:, 1:], weight[:, 1:], hidden.detach().mT).mT + 0.35 * prior
+        loss = (y - mean).square().mean(-1) + (0.1 * z - members).square().sum(-1).mean(-1)
+        return torch.autograd.grad(loss.sum(), leaves)
+
+    written_out()
+    mine = [block.grad(name) for block, names in zip(network.blocks, _NAMES, strict=True) for name in names]
+    for own, other in zip(mine, by_autograd(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5)
+    return {
+        "num_replicas": replicas,
+        "written_out_ms": 1e3 * cpu_per_call(written_out),
+        "autograd_ms": 1e3 * cpu_per_call(by_autograd),
+    }
 
 
 def measure_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,6 +212,20 @@ def training_table(section: Mapping[str, Any]) -> str:
     return common.make_table([*header, "MFLOP per learner-step", "sgemm GFLOP/s", "share"], rows)
 
 
+def backward_table(section: Mapping[str, Any]) -> str:
+    """Return the times of the two ways to a gradient."""
+    rows = [
+        [
+            row["num_replicas"],
+            row["written_out_ms"],
+            row["autograd_ms"],
+            f"{row['autograd_ms'] / row['written_out_ms']:.2f}",
+        ]
+        for row in section["rows"]
+    ]
+    return common.make_table(["learners", "written out, ms", "autograd, ms", "ratio"], rows)
+
+
 def scaling_table(section: Mapping[str, Any]) -> str:
     """Return act and update times along each axis."""
     rows = [
@@ -193,6 +252,7 @@ def memory_table(section: Mapping[str, Any]) -> str:
 Section = tuple[Callable[[Mapping[str, Any]], dict[str, Any]], Callable[[Mapping[str, Any]], str]]
 SECTIONS: dict[str, Section] = {
     "training": (measure_training, training_table),
+    "backward": (measure_backward, backward_table),
     "scaling": (measure_scaling, scaling_table),
     "memory": (measure_memory, memory_table),
 }
