@@ -11,8 +11,9 @@ from ensemblepp.agents.linear_baselines import (
     LinUCB,
     Uniform,
 )
-from ensemblepp.agents.neural import NeuralAgent, NeuralEnsemblePP
+from ensemblepp.agents.neural import NeuralEnsemblePP
 from ensemblepp.agents.neural_baselines import EnsemblePlus, EpiNet, NeuralEpsilonGreedy, NeuralGreedy, NeuralLinear
+from ensemblepp.agents.neural_frame import NeuralAgent
 from ensemblepp.agents.random_features import RandomFeatureEnsemblePP
 
 __all__ = [

@@ -13,8 +13,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ensemblepp.agents.frame import BanditAgent
-from ensemblepp.errors import ParameterError, check_all, check_int, check_real, check_shape
-from ensemblepp.indices import IndexDistribution
+from ensemblepp.errors import ParameterError, check_all, check_choice, check_int, check_real, check_shape
+from ensemblepp.indices import KINDS, IndexDistribution
 from ensemblepp.linear import LinearPosterior
 from ensemblepp.types import Decision, Environment, StateDict, Transition, UnitSphere
 
@@ -255,7 +255,8 @@ class LinearEnsemble(LinearAgent):
         check_int("index_dim", owner, dim)
         laws = []
         for name, law in (("index", index), ("perturbation", perturbation)):
-            law = IndexDistribution(law, dim) if isinstance(law, str) else law
+            if isinstance(law, str):
+                law = IndexDistribution(check_choice(name, owner, law, KINDS), dim)
             if law.index_dim != dim:
                 raise ParameterError(name, owner, f"have index_dim = {dim}", law)
             laws.append(law)

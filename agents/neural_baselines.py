@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from ensemblepp.acquisition import choose
 from ensemblepp.agents.epinet_model import EpiNetModel
-from ensemblepp.agents.neural import NeuralAgent, NeuralOptions
+from ensemblepp.agents.neural_frame import NeuralAgent, NeuralOptions
 from ensemblepp.agents.sgd_model import SgdModel
 from ensemblepp.errors import check_real
 from ensemblepp.heads import EnsembleNetwork, IndependentEnsemble

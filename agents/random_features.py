@@ -6,7 +6,7 @@ import math
 
 from typing_extensions import Unpack
 
-from ensemblepp.agents.neural import ModelOptions, NeuralAgent
+from ensemblepp.agents.neural_frame import ModelOptions, NeuralAgent
 from ensemblepp.errors import check_int
 from ensemblepp.indices import IndexDistribution
 from ensemblepp.networks import MLP

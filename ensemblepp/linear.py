@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,28 +11,37 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ensemblepp.errors import ParameterError, check_all, check_int, check_real, check_shape
+from ensemblepp.errors import ParameterError, check_all, check_finite, check_int, check_real, check_shape
+from ensemblepp.gaussian_prior import as_vector, square_root
+from ensemblepp.gram import sum_data
 from ensemblepp.types import StateDict
 
 _OWNER = "LinearPosterior"
 # Data are conditioned on in blocks of at most this many: the k x k solve grows as k^3, the rest only as k.
 _MAX_BLOCK = 64
 _CACHED_ENTRIES = 2**19
-# Rows per product in a refit: long for one block, short where each chunk must belong to one of many arms.
-_FIT_CHUNK, _ARM_CHUNK = 512, 64
 
 
 @dataclass(frozen=True)
 class FitStatistics:
-    """What the evidence for a noise level needs, per replica (and arm).
+    """What the evidence for a noise level needs, per replica (and arm); data with all-zero features do not count.
 
     Attributes:
-        residual_sum_squares: sum (y - x^T mu)^2 over the data.
+        residual_sum_squares: sum (y - x^T mu)^2 over the data, in squared reward units.
         effective_dim: gamma = d - trace(Sigma_0^-1 Sigma), the number of parameters that the data determine.
+        count: Number of data.
+
+    Source: D. J. C. MacKay (1992), Bayesian interpolation, section 4: well-determined parameters.
     """
 
     residual_sum_squares: Float[Tensor, "*lead"]
     effective_dim: Float[Tensor, "*lead"]
+    count: Int[Tensor, "*lead"]
+
+
+def largest_target(dtype: torch.dtype) -> float:
+    """Return the largest reward a posterior of `dtype` takes: beyond it products with features could overflow."""
+    return float(torch.finfo(dtype).max ** 0.75)
 
 
 class LinearPosterior:
@@ -91,8 +101,8 @@ class LinearPosterior:
         self.noise_scale = check_real("noise_scale", _OWNER, noise_scale, above=0.0)
         if dtype not in (torch.float32, torch.float64):
             raise ParameterError("dtype", _OWNER, "be torch.float32 or torch.float64", dtype)
-        self.prior_mean = _as_vector("prior_mean", prior_mean, feature_dim, dtype, device)
-        self.prior_root = _square_root(prior_covariance, feature_dim, dtype, device)
+        self.prior_mean = as_vector("prior_mean", prior_mean, feature_dim, dtype, device)
+        self.prior_root = square_root(prior_covariance, feature_dim, dtype, device)
         if directions is None:
             directions = torch.empty(*self._lead, feature_dim, 0, dtype=dtype, device=device)
         check_shape("directions", _OWNER, directions, "replicas [arms] feature_dim index_dim", self._factor_shape)
@@ -221,7 +231,8 @@ class LinearPosterior:
             Lambda = I + R^T X^T X R / eta^2 = L L^T,   S = R L^-T
             [mu | A] = [mu_0 | 0] + R Lambda^-1 ([0 | B] + R^T X^T [y - X mu_0 | eta Z] / eta^2)
 
-        in float64, whatever the state's dtype. Cost O(n d^2 + d^3). All-zero features change nothing.
+        in float64, whatever the state's dtype. Cost O(n d^2 + d^3) per replica, with per-arm blocks O(n d^2 + K d^3);
+        temporaries beyond the size of the state stay bounded. All-zero features change nothing.
 
         Args:
             features: x, of the chosen arms.
@@ -230,19 +241,25 @@ class LinearPosterior:
             arm: Which block each datum belongs to; required exactly with per-arm blocks.
             directions: Prior directions B, required with an ensemble factor.
 
+        Returns:
+            Residuals, effective dimension and number of data, without another pass over the data.
+
         Raises:
-            ParameterError: As `update`, or directions of another shape. Nothing has moved.
+            ParameterError: As `update`, or directions of another shape or not finite. Nothing has moved.
+
+        Source: Ensemble++ (arXiv 2407.13195), section 3, unrolled.
         """
         targets = self._check_data(features, reward, perturbation, arm)
         shape = (*self._lead, self.feature_dim, self.index_dim)
         if directions is None:
             directions = features.new_empty(*self._lead, self.feature_dim, 0)
         check_shape("directions", _OWNER, directions, "replicas [arms] feature_dim index_dim", shape)
+        check_finite("directions", _OWNER, directions)
         prior_root, prior_mean = self.prior_root.double(), self.prior_mean.double()
-        gram, moment, power = self._gram(features, targets, arm, prior_mean)
-        precision = prior_root.mT @ gram @ prior_root
+        sums = sum_data(features, targets, prior_mean, arm, self.num_arms)
+        precision = prior_root.mT @ sums.gram @ prior_root
         eta = self.noise_scale
-        moment = prior_root.mT @ moment / eta**2
+        moment = prior_root.mT @ sums.moment / eta**2
         cross = moment[..., 0]
         moment[..., 1:] += directions.double()
         eye = torch.eye(self.feature_dim, dtype=torch.float64, device=features.device)
@@ -255,29 +272,7 @@ class LinearPosterior:
         weights = solution[..., 0]
         explained = (weights * (2 * cross * eta**2 - (precision @ weights.unsqueeze(-1)).squeeze(-1))).sum(-1)
         effective_dim = self.feature_dim - root.square().sum((-2, -1))
-        return FitStatistics((power - explained).clamp_min(0.0), effective_dim)
-
-    def _gram(
-        self, features: Tensor, targets: Tensor, arm: Tensor | None, prior_mean: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return X^T X, X^T [y - X mu_0 | eta Z] and |y - X mu_0|^2 of every block, in float64."""
-        replicas, arms, dim = self.num_replicas, self.num_arms or 1, self.feature_dim
-        columns = targets.shape[-1]
-        width = columns + dim
-        total = torch.zeros(replicas * arms, width, width, dtype=torch.float64, device=features.device)
-        rows, block = _chunks(features, arm, arms)
-        # A few chunks at a time: float64 copies of all data at once could fill the memory.
-        step = max(1, _CACHED_ENTRIES * 8 // (rows.shape[2] * dim * replicas))
-        data = torch.cat([targets, features], dim=-1)
-        data = torch.cat([data, data.new_zeros(replicas, 1, data.shape[-1])], dim=1).flatten(0, 1)
-        first = torch.arange(replicas, device=data.device).view(-1, 1, 1) * (features.shape[1] + 1)
-        for start in range(0, rows.shape[1], step):
-            slots = rows[:, start : start + step] + first
-            chunk = data.index_select(0, slots.flatten()).double().view(-1, rows.shape[2], data.shape[-1])
-            chunk[..., 0] -= chunk[..., columns:] @ prior_mean
-            total.index_add_(0, block[:, start : start + step].flatten(), chunk.mT @ chunk)
-        total = total.view(*self._lead, width, width)
-        return total[..., columns:, columns:], total[..., columns:, :columns], total[..., 0, 0]
+        return FitStatistics((sums.power - explained).clamp_min(0.0), effective_dim, sums.num_data)
 
     def _check_data(
         self, features: Tensor, reward: Tensor, perturbation: Tensor | None, arm: Tensor | None
@@ -298,8 +293,8 @@ class LinearPosterior:
         norm = torch.linalg.vector_norm(features, dim=-1).square()
         check_all("features", _OWNER, "be finite with a finite squared norm", torch.isfinite(norm), norm)
         targets = torch.cat([reward.unsqueeze(-1), self.noise_scale * perturbation], dim=-1)
-        valid = torch.isfinite(targets).all(-1)
-        check_all("reward", _OWNER, "be finite (as must its perturbation)", valid, reward)
+        valid = (targets.abs() <= largest_target(targets.dtype)).all(-1)
+        check_all("reward", _OWNER, "be finite and far from overflow (as must its perturbation)", valid, reward)
         return targets
 
     def _condition(self, features: Tensor, targets: Tensor, arm: Tensor | None) -> Tensor:
@@ -351,12 +346,17 @@ class LinearPosterior:
             directions: Fresh prior directions, (replicas, [arms,] feature_dim, index_dim); None forgets the prior.
 
         Raises:
-            ParameterError: A factor outside (0, 1] or directions of another shape.
+            ParameterError: A factor outside (0, 1], directions of another shape, or a posterior so wide after all that
+                was forgotten that its squares would overflow. Nothing has moved.
         """
         check_real("factor", _OWNER, factor, above=0.0, at_most=1.0)
         if directions is not None:
             shape = (*self._lead, self.feature_dim, self.index_dim)
             check_shape("directions", _OWNER, directions, "replicas [arms] feature_dim index_dim", shape)
+        peak = torch.linalg.vector_norm(self.state[..., 1:].flatten(1), ord=math.inf, dim=1).double() / factor**0.5
+        limit = torch.finfo(self.state.dtype).max ** 0.4
+        rule = f"keep the posterior's spread below {limit:.0e} (forget less often, or keep the prior)"
+        check_all("factor", _OWNER, rule, peak <= limit, peak)
         self.state[..., 1:] /= factor**0.5
         if directions is None or factor == 1.0:
             return
@@ -412,61 +412,3 @@ class LinearPosterior:
         self.state = state["block"].to(self.state, copy=True)
         self.prior_mean = state["prior_mean"].to(self.prior_mean)
         self.prior_root = state["prior_root"].to(self.prior_root)
-
-
-def _as_vector(
-    name: str, value: float | Tensor, feature_dim: int, dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
-    if not isinstance(value, Tensor):
-        return torch.full((feature_dim,), check_real(name, _OWNER, value), dtype=dtype, device=device)
-    check_shape(name, _OWNER, value, "feature_dim", (feature_dim,))
-    check_all(name, _OWNER, "be finite", torch.isfinite(value), value)
-    return value.to(device, dtype)
-
-
-def _square_root(
-    covariance: float | Tensor, feature_dim: int, dtype: torch.dtype, device: torch.device | str
-) -> Float[Tensor, "feature_dim feature_dim"]:
-    """Return the lower-triangular square root of a variance, a diagonal or a covariance matrix."""
-    name, rule = "prior_covariance", "be positive definite"
-    if not isinstance(covariance, Tensor):
-        covariance = torch.tensor(check_real(name, _OWNER, covariance, above=0.0), dtype=torch.float64)
-    wide = covariance.to("cpu", torch.float64)
-    if wide.ndim < 2:
-        wide = torch.diag(wide.expand(feature_dim) if wide.ndim == 0 else wide)
-    check_shape(name, _OWNER, wide, "feature_dim feature_dim", (feature_dim, feature_dim))
-    root: Tensor
-    root, failed = torch.linalg.cholesky_ex(wide)
-    # Cholesky reads the lower triangle only, so symmetry is a rule of its own.
-    if failed or not torch.isfinite(root).all() or not torch.allclose(wide, wide.mT, rtol=1e-6, atol=0.0):
-        raise ParameterError(name, _OWNER, rule, wide.tolist())
-    return root.to(device, dtype)
-
-
-def _chunks(features: Tensor, arm: Tensor | None, arms: int) -> tuple[Tensor, Tensor]:
-    """Lay data out in chunks that each belong to one block.
-
-    Returns the data's positions, (replicas, chunks, size) with n marking an empty place, and each chunk's block,
-    (replicas, chunks). Their number depends on the sizes alone, so nothing waits for the device.
-    """
-    replicas, count = features.shape[:2]
-    device = features.device
-    first_block = torch.arange(replicas, device=device).unsqueeze(-1) * arms
-    if arm is None:
-        size = min(_FIT_CHUNK, max(count, 1))
-        chunks = -(-count // size)
-        positions = torch.arange(chunks * size, device=device).clamp_max(count)
-        return positions.view(1, chunks, size).expand(replicas, -1, -1), first_block.expand(-1, chunks)
-    size = _ARM_CHUNK
-    chunks = count // size + arms
-    order = arm.argsort(dim=1, stable=True)
-    sorted_arm = arm.gather(1, order)
-    number = torch.zeros(replicas, arms, dtype=torch.int64, device=device).scatter_add_(1, arm, torch.ones_like(arm))
-    taken = (number + size - 1) // size
-    first_chunk, first_datum = taken.cumsum(1) - taken, number.cumsum(1) - number
-    rank = torch.arange(count, device=device) - first_datum.gather(1, sorted_arm)
-    place = first_chunk.gather(1, sorted_arm) * size + rank
-    positions = torch.full((replicas, chunks * size), count, device=device).scatter_(1, place, order)
-    every = torch.arange(chunks, device=device).expand(replicas, -1).contiguous()
-    block = torch.searchsorted(taken.cumsum(1), every, right=True).clamp_max(arms - 1)
-    return positions.view(replicas, chunks, size), first_block + block

@@ -25,6 +25,7 @@ from ensemblepp.errors import (
     check_int,
     check_real,
 )
+from ensemblepp.linear import largest_target
 from ensemblepp.types import Transition
 
 _OWNER = "OnlineBandit"
@@ -252,7 +253,8 @@ class OnlineBandit:
             ParameterError: The reward is not a finite number; the token stays open.
             DivergenceError: Training became non-finite (neural bandits).
         """
-        reward = check_real("reward", f"{_OWNER}.learn", reward)
+        limit = largest_target(self._agent.dtype)
+        reward = check_real("reward", f"{_OWNER}.learn", reward, at_least=-limit, at_most=limit)
         arm, features, perturbation = self._find(token)
         device = features.device
         self._agent.update(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ensemblepp.errors import CheckpointError, ParameterError, check_int, check_shape
+from ensemblepp.errors import CheckpointError, ParameterError, check_all, check_int, check_real, check_shape
 from ensemblepp.types import StateDict
 
 _OWNER = "Replay"
@@ -74,23 +74,27 @@ class Replay:
         return self.num_replicas * self.capacity * per_datum
 
     def add(self, **columns: Tensor) -> None:
-        """Store data, each column (replicas, batch, *shape), the oldest giving way.
+        """Store copies of data, each column (replicas, batch, *shape), the oldest giving way; no gradient is kept.
 
         Raises:
-            ParameterError: A column is missing, unknown or misshapen; nothing has moved.
+            ParameterError: A column is missing, unknown, misshapen or of a dtype that its own would cut (floats where
+                integers are kept); nothing has moved.
         """
         if columns.keys() != self._specs.keys():
             raise ParameterError("columns", _OWNER, f"be {', '.join(self._specs)}", ", ".join(columns) or "none")
-        batch = next(iter(columns.values())).shape[1:2]
-        for name, (shape, _) in self._specs.items():
-            check_shape(name, _OWNER, columns[name], "replicas batch ...", (self.num_replicas, *batch, *shape))
-        count = batch[0]
+        batch: int | None = None
+        for name, (shape, dtype) in self._specs.items():
+            values = check_shape(name, _OWNER, columns[name], "replicas batch ...", (self.num_replicas, batch, *shape))
+            if not torch.can_cast(values.dtype, dtype):
+                raise ParameterError(name, _OWNER, f"have a dtype that casts to {dtype}", values.dtype)
+            batch = values.shape[1]
+        count = batch or 0
         skipped = max(0, count - self.capacity)
         self._grow(min(self.num_added + count, self.capacity))
         start = (self.num_added + skipped) % self.capacity
         first = min(count - skipped, self.capacity - start)
         for name, values in columns.items():
-            column, kept = self._columns[name], values[:, skipped:]
+            column, kept = self._columns[name], values.detach()[:, skipped:]
             column[:, start : start + first] = kept[:, :first]
             if first < kept.shape[1]:
                 column[:, : kept.shape[1] - first] = kept[:, first:]
@@ -124,7 +128,16 @@ class Replay:
         return slots if recent is None else (added - 1 - slots) % self.capacity
 
     def gather(self, slots: Int[Tensor, "replicas batch"]) -> dict[str, Tensor]:
-        """Return the data in `slots`, each column (replicas, batch, *shape)."""
+        """Return the data in `slots`, each column (replicas, batch, *shape).
+
+        Raises:
+            ParameterError: Slots of another shape or where nothing is stored.
+        """
+        check_shape("slots", _OWNER, slots, "replicas batch", (self.num_replicas, None))
+        check_all("slots", _OWNER, f"be in [0, {self.size})", (slots >= 0) & (slots < self.size), slots)
+        return self._take(slots)
+
+    def _take(self, slots: Tensor) -> dict[str, Tensor]:
         flat = (slots + self._offset).flatten()
         return {
             name: column.flatten(0, 1).index_select(0, flat).view(*slots.shape, *column.shape[2:])
@@ -133,7 +146,7 @@ class Replay:
 
     def sample(self, batch_size: int, *, generator: torch.Generator, recent: int | None = None) -> dict[str, Tensor]:
         """Return a minibatch drawn uniformly with replacement; see `draw_slots` and `gather`."""
-        return self.gather(self.draw_slots(batch_size, generator=generator, recent=recent))
+        return self._take(self.draw_slots(batch_size, generator=generator, recent=recent))
 
     def stored(self) -> dict[str, Tensor]:
         """Return views of all stored data in slot order, each (replicas, size, *shape)."""
@@ -145,18 +158,21 @@ class Replay:
         return {name: column.roll(-shift, dims=1) for name, column in self.stored().items()}
 
     def scale(self, column: str, factor: float) -> None:
-        """Multiply a column of everything stored by `factor`: weights that forget.
+        """Multiply a floating-point column of everything stored by `factor`: weights that forget.
 
         Raises:
-            ParameterError: No such column.
+            ParameterError: No such column, one of integers, or a factor that is not finite.
         """
         if column not in self._columns:
             raise ParameterError("column", _OWNER, f"be one of {', '.join(self._columns)}", repr(column))
-        self._columns[column] *= factor
+        if not self._specs[column][1].is_floating_point:
+            raise ParameterError("column", _OWNER, "hold floating-point numbers", repr(column))
+        self._columns[column] *= check_real("factor", _OWNER, factor)
 
     def state_dict(self) -> StateDict:
         """Return what is stored; unused slots are left out."""
-        return {"num_added": self.num_added, "columns": {name: v.clone() for name, v in self.stored().items()}}
+        columns = {name: values.clone() for name, values in self.stored().items()}
+        return {"capacity": self.capacity, "num_added": self.num_added, "columns": columns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the saved data.
@@ -164,14 +180,21 @@ class Replay:
         Raises:
             CheckpointError: The saved buffer has other columns or sizes; nothing has moved.
         """
-        saved, num_added = state["columns"], state["num_added"]
+        saved, num_added = state.get("columns", {}), state.get("num_added")
+        if isinstance(num_added, bool) or not isinstance(num_added, int) or num_added < 0:
+            raise CheckpointError(f"num_added of the saved Replay is {num_added!r}, not a count")
+        if saved.keys() != self._specs.keys():
+            raise CheckpointError(f"columns of the saved Replay are {list(saved)}, not {list(self._specs)}")
         size = min(num_added, self.capacity)
-        for name, (shape, _) in self._specs.items():
-            wanted = (self.num_replicas, size, *shape)
-            if name not in saved or tuple(saved[name].shape) != wanted:
-                got = tuple(saved[name].shape) if name in saved else "missing"
+        for name, (shape, dtype) in self._specs.items():
+            wanted, got = (self.num_replicas, size, *shape), tuple(saved[name].shape)
+            if got != wanted:
                 raise CheckpointError(f"column {name} of the saved Replay is {got}, not {wanted}")
-        self.num_added = int(num_added)
+            if not torch.can_cast(saved[name].dtype, dtype):
+                raise CheckpointError(f"column {name} of the saved Replay is {saved[name].dtype}, not {dtype}")
+        if (capacity := state.get("capacity", self.capacity)) != self.capacity:
+            raise CheckpointError(f"capacity of the saved Replay is {capacity}, not {self.capacity}")
         self._grow(size)
+        self.num_added = num_added
         for name, column in self._columns.items():
-            column[:, :size] = saved[name].to(column)
+            column[:, :size] = saved[name].detach()

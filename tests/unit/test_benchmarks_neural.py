@@ -39,9 +39,9 @@ def test_every_method_got_the_same_search_and_plays_what_it_found():
             tried = [json.loads(key) for key in trials[method]]
             assert len(tried) == 3
             assert all(each in tried for each in tune.candidates(spec))
-            for game in CONFIG["games"]:
-                played = results["cells"][f"{game}/{method}"]["options"]
-                assert tune.best(trials[method]).items() <= played.items()
+            played = [cell["options"] for name, cell in results["cells"].items() if name.endswith(f"/{method}")]
+            assert len(played) >= 3
+            assert all(tune.best(trials[method]).items() <= options.items() for options in played)
 
 
 def test_a_bar_is_met_at_one_standard_error_by_hand():

@@ -311,3 +311,28 @@ def test_a_neural_bandit_says_when_its_training_diverged() -> None:
     with pytest.raises(DivergenceError, match="training of OnlineBandit became non-finite after"):
         learn(50)
     assert bandit.decide(features).arm in range(5)
+
+
+def test_forgetting_stops_before_the_posterior_overflows() -> None:
+    bandit, features = OnlineBandit.linear(3), np.eye(3)
+
+    def forget(times: int) -> None:
+        for _ in range(times):
+            bandit.discount(0.5)
+
+    with pytest.raises(ParameterError, match="factor of LinearPosterior must keep the posterior's spread below"):
+        forget(1000)
+    for factor, keep_prior in ((1e-300, False), (1e-300, True)):
+        with pytest.raises(ParameterError, match="factor of LinearPosterior"):
+            bandit.discount(factor, keep_prior=keep_prior)
+    assert np.isfinite(bandit.decide(features).scores).all()
+
+
+@pytest.mark.parametrize("reward", [3e38, -1e300])
+def test_a_reward_near_overflow_is_refused_and_the_token_stays_open(reward: float) -> None:
+    bandit, features = OnlineBandit.linear(3), np.eye(3)
+    decision = bandit.decide(features)
+    with pytest.raises(ParameterError, match=r"reward of OnlineBandit\.learn must be a finite number"):
+        bandit.learn(decision.token, reward)
+    bandit.learn(decision.token, 1e20)
+    assert np.isfinite(bandit.decide(features).scores).all()
