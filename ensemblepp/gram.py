@@ -113,6 +113,5 @@ def _chunks(arm: Tensor, num_arms: int) -> tuple[Tensor, Tensor]:
     positions = torch.full((replicas, chunks * size), count, device=device).scatter_(1, place, order)
     every = torch.arange(chunks, device=device).expand(replicas, -1).contiguous()
     block = torch.searchsorted(taken.cumsum(1), every, right=True).clamp_max(num_arms - 1)
-    return positions.view(replicas, chunks, size), block + torch.arange(replicas, device=device).unsqueeze(
-        -1
-    ) * num_arms
+    first_block = torch.arange(replicas, device=device).unsqueeze(-1) * num_arms
+    return positions.view(replicas, chunks, size), first_block + block

@@ -294,7 +294,7 @@ class LinearPosterior:
         check_all("features", _OWNER, "be finite with a finite squared norm", torch.isfinite(norm), norm)
         targets = torch.cat([reward.unsqueeze(-1), self.noise_scale * perturbation], dim=-1)
         valid = (targets.abs() <= largest_target(targets.dtype)).all(-1)
-        check_all("reward", _OWNER, "be finite and far from overflow (as must its perturbation)", valid, reward)
+        check_all("reward", _OWNER, "be finite (as must its perturbation) and far from overflow", valid, reward)
         return targets
 
     def _condition(self, features: Tensor, targets: Tensor, arm: Tensor | None) -> Tensor:

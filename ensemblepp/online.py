@@ -253,6 +253,7 @@ class OnlineBandit:
             ParameterError: The reward is not a finite number; the token stays open.
             DivergenceError: Training became non-finite (neural bandits).
         """
+        reward = check_real("reward", f"{_OWNER}.learn", reward)
         limit = largest_target(self._agent.dtype)
         reward = check_real("reward", f"{_OWNER}.learn", reward, at_least=-limit, at_most=limit)
         arm, features, perturbation = self._find(token)
