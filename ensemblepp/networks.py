@@ -65,12 +65,13 @@ class ParameterBlock:
     def sound(self, num_replicas: int) -> Bool[Tensor, " replicas"]:
         """Return, per replica, whether every parameter is finite and small enough to act on.
 
-        The bound is the eighth root of the largest number: four layers of such weights, squared, do not overflow.
+        The bound on each tensor's Euclidean norm is the eighth root of the largest number: four layers of such weights,
+        squared, do not overflow.
         """
         largest = torch.finfo(self.flat.dtype).max ** 0.125
         rows = [view.reshape(num_replicas, -1) for view in self._views.values()]
-        peaks = [torch.linalg.vector_norm(row, ord=math.inf, dim=1) for row in rows]
-        every: Tensor = torch.stack(peaks).amax(0) <= largest
+        norms = [torch.linalg.vector_norm(row, dim=1) for row in rows]
+        every: Tensor = torch.stack(norms).amax(0) <= largest
         return every
 
     def copy_sound_(self, other: ParameterBlock) -> None:
