@@ -355,12 +355,13 @@ def _check_hot_code(case: _Case) -> None:
 def _check_replicas(case: _Case) -> None:
     # Two equal learners, one of which sees other rewards in replica 0: the other replicas must not notice.
     twins = [case.fresh(dtype=torch.float64) for _ in range(2)]
-    for step in range(6):
+    for _ in range(6):
         rows = []
         for which, (agent, environment) in enumerate(twins):
             decision = agent.act(*environment.observe())
             reward = environment.step(decision).reward.clone()
-            reward[0] += which * (1 + step)
+            if which:
+                reward[0] = 0.5 * reward[0] + 0.25  # another reward, and for labels still one in [0, 1]
             agent.update(Transition(decision.features, reward, decision.arm))
             seen = decision.features if decision.scores is None else decision.scores
             rows.append(seen[1:])
