@@ -101,10 +101,12 @@ class ClosedFormModel:
 
     def phi(self, contexts: Tensor) -> Tensor:
         """Return phi at (replicas, batch, [arms,] in_dim), scaled as at the last refit."""
-        raw = self._raw(contexts if contexts.ndim == 3 else contexts.flatten(1, 2))
-        factors = self._levels[:, : len(raw)] if self._fitted else self._measure(raw, None)
-        phi = torch.cat([part * c.view(-1, 1, 1) for part, c in zip(raw, factors.unbind(-1), strict=True)], dim=-1)
+        phi = self._scaled(self._raw(contexts if contexts.ndim == 3 else contexts.flatten(1, 2)))
         return phi.view(*contexts.shape[:-1], -1)
+
+    def _scaled(self, raw: Sequence[Tensor]) -> Tensor:
+        factors = self._levels[:, : len(raw)] if self._fitted else self._measure(raw, None)
+        return torch.cat([part * c.view(-1, 1, 1) for part, c in zip(raw, factors.unbind(-1), strict=True)], dim=-1)
 
     def sample(self, contexts: Tensor, index: Tensor, scale: float) -> Float[Tensor, "replicas batch arms"]:
         """Return posterior samples in reward units, from the ensemble if there is one and exact ones otherwise."""
@@ -142,28 +144,31 @@ class ClosedFormModel:
 
     def update(self, data: Mapping[str, Tensor]) -> None:
         """Condition on new data: one rank-k update."""
-        self.posterior.update(*self._rows(data))
+        self.posterior.update(*self._rows(data, self._raw(data["features"])))
 
     def refit(self, data: Mapping[str, Tensor], torso: MLP | None = None) -> None:
         """Rebuild the posterior on all stored data, with `torso`'s present features; then estimate the noise level."""
         if torso is not None:
             self.torso.parameters.copy_sound_(torso.parameters)
         now = self.calibration
-        factors = self._measure(self._raw(data["features"]), data["weight"])
+        raw = self._raw(data["features"])
+        factors = self._measure(raw, data["weight"])
         self._levels = torch.cat([factors, now.offset, now.scale, now.noise], dim=-1)
         self._fitted = True
-        fit = self.posterior.refit(*self._rows(data), directions=self._directions)
+        fit = self.posterior.refit(*self._rows(data, raw), directions=self._directions)
         residual, determined = fit.residual_sum_squares, fit.effective_dim
         if residual.ndim > 1:
             residual, determined = residual.sum(-1), determined.sum(-1)
         noise = self._levels[:, -1]
         now.estimate_noise(residual * noise.square(), data["weight"].sum(-1) - determined)
 
-    def _rows(self, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the data as whitened rows: phi, target, perturbation, arm."""
+    def _rows(
+        self, data: Mapping[str, Tensor], raw: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return the data, whose unscaled features are `raw`, as whitened rows: phi, target, perturbation, arm."""
         offset, scale, noise = self._units()
         root = data["weight"].sqrt() / noise
-        phi = self.phi(data["features"]) * root.unsqueeze(-1)
+        phi = self._scaled(raw) * root.unsqueeze(-1)
         target = (data["reward"] - offset) / scale * root
         perturbation = data["perturbation"] if self.posterior.index_dim else None
         return phi, target, perturbation, data["arm"] if self.posterior.num_arms else None

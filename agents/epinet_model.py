@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ensemblepp.agents.sgd_model import Optimiser
+from ensemblepp.agents.sgd_model import Optimiser, select_prior
 from ensemblepp.calibration import Calibration, PriorScale
 from ensemblepp.errors import ParameterError, check_int
 from ensemblepp.heads import EnsembleNetwork, PriorEnsemble
@@ -96,7 +96,7 @@ class EpiNetModel:
         """Measure the prior at new inputs and return the values of `columns`."""
         prior = self._priors(x)
         self.prior_scale.observe(prior, weight)
-        return {"prior": prior if arm is None else torch.take_along_dim(prior, arm[..., None, None], dim=2)}
+        return {"prior": select_prior(prior, arm)}
 
     def _rows(self, x: Tensor, features: Tensor, index: Tensor) -> Tensor:
         """Return the epinet's inputs [x, h, zeta], one row per index of each input: (replicas, batch * indices, .)."""

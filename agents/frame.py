@@ -15,6 +15,9 @@ from ensemblepp.indices import IndexDistribution
 from ensemblepp.seeding import Streams
 from ensemblepp.types import Contexts, Decision, Environment, StateDict, Transition, UnitSphere
 
+ACQUISITIONS = ("thompson", "ucb", "greedy")
+"""Rules to act by where an agent offers the choice."""
+
 
 class BanditAgent:
     """Acts greedily on scores; subclasses say which scores, and how they learn.

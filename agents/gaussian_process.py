@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ensemblepp.agents.frame import BanditAgent
+from ensemblepp.agents.frame import ACQUISITIONS, BanditAgent
 from ensemblepp.errors import (
     CheckpointError,
     ParameterError,
@@ -98,7 +98,7 @@ class GaussianProcessOracle(BanditAgent):
         ).shape
         super().__init__(feature_dim, num_replicas=replicas, seed=seed, dtype=dtype, device=device)
         check_finite("pool", owner, pool)
-        self.acquisition = check_choice("acquisition", owner, acquisition, ("thompson", "ucb", "greedy"))
+        self.acquisition = check_choice("acquisition", owner, acquisition, ACQUISITIONS)
         self.exploration_scale = check_real("exploration_scale", owner, exploration_scale, at_least=0.0)
         self.pool = pool.to(dtype=dtype, device=device, copy=True)
         wide = pool.to(dtype=torch.float64, device=device)

@@ -12,16 +12,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ensemblepp.agents.closed_form_model import ClosedFormModel
-from ensemblepp.agents.frame import BanditAgent
+from ensemblepp.agents.frame import ACQUISITIONS, BanditAgent
 from ensemblepp.agents.sgd_model import Optimiser
 from ensemblepp.calibration import Calibration
-from ensemblepp.errors import ParameterError, check_all, check_choice, check_int, check_real, check_shape
+from ensemblepp.errors import ParameterError, check_all, check_choice, check_finite, check_int, check_real, check_shape
 from ensemblepp.indices import IndexDistribution
 from ensemblepp.networks import MLP
 from ensemblepp.replay import Replay
 from ensemblepp.types import StateDict, Transition
-
-ACQUISITIONS = ("thompson", "ucb", "greedy")
 
 
 class ModelOptions(TypedDict, total=False):
@@ -312,8 +310,8 @@ class NeuralAgent(BanditAgent):
             weight = transition.observed.to(self.dtype)
             reward = torch.where(transition.observed, reward, 0.0)
             features = torch.where(transition.observed.unsqueeze(-1), features, 0.0)
-        check_all("features", self._owner, "be finite", torch.isfinite(features), features)
-        check_all("reward", self._owner, "be finite", torch.isfinite(reward), reward)
+        check_finite("features", self._owner, features)
+        check_finite("reward", self._owner, reward)
         if self._labels:
             rule = "be in [0, 1] with the logistic loss"
             check_all("reward", self._owner, rule, (reward >= 0) & (reward <= 1), reward)

@@ -128,7 +128,7 @@ class SgdModel:
         self.prior_scale.observe(prior, weight)
         if self.network.prior_kind == "features":
             return {}
-        return {"prior": _select(prior, arm)}
+        return {"prior": select_prior(prior, arm)}
 
     def output(self, contexts: Tensor) -> IndexedOutput:
         """Return mean (replicas, batch, arms) and members (replicas, batch, arms, M) at contexts.
@@ -186,7 +186,7 @@ class SgdModel:
             if prior is None:
                 prior = self.network.prior(x, cache[0][-1])
                 assert prior is not None
-                prior = _select(prior, arm)
+                prior = select_prior(prior, arm)
             chosen = chosen.with_prior(prior, self.prior_scale.factor(prior))
         loss, gradient = self._loss(chosen, batch, index)
         gradient = (gradient * (weight / weight.shape[1]).unsqueeze(-1)).unsqueeze(2)
@@ -227,6 +227,6 @@ class SgdModel:
         self.prior_scale.load_state_dict(state["prior_scale"])
 
 
-def _select(prior: Float[Tensor, "replicas batch out index_dim"], arm: Tensor | None) -> Tensor:
+def select_prior(prior: Float[Tensor, "replicas batch out index_dim"], arm: Tensor | None) -> Tensor:
     """Return the prior of the datum's own output, (replicas, batch, 1, index_dim)."""
     return prior if arm is None else torch.take_along_dim(prior, arm[..., None, None], dim=2)

@@ -117,9 +117,7 @@ class OnlineBandit:
             "device": device,
             "seed": seed,
         }
-        check_choice("dtype", _OWNER, dtype, _DTYPES)
-        agent = LinearEnsemblePP(**{**options, "dtype": _DTYPES[dtype]})
-        return cls(agent, options, max_pending)
+        return cls._build(LinearEnsemblePP, options, max_pending)
 
     @classmethod
     def neural(
@@ -191,9 +189,17 @@ class OnlineBandit:
             "device": device,
             "seed": seed,
         }
-        check_choice("dtype", _OWNER, dtype, _DTYPES)
-        agent = NeuralEnsemblePP(**{**options, "dtype": _DTYPES[dtype]})
-        return cls(agent, options, max_pending)
+        return cls._build(NeuralEnsemblePP, options, max_pending)
+
+    @classmethod
+    def _build(
+        cls,
+        kind: type[LinearEnsemblePP | NeuralEnsemblePP],
+        options: Mapping[str, Any],
+        max_pending: int,
+    ) -> OnlineBandit:
+        dtype = check_choice("dtype", _OWNER, options["dtype"], _DTYPES)
+        return cls(kind(**{**options, "dtype": _DTYPES[dtype]}), options, max_pending)
 
     @property
     def num_pending(self) -> int:
