@@ -84,6 +84,13 @@ class BanditAgent:
             self.num_replicas, batch, generator=self.streams["perturb"], dtype=self.dtype
         )
 
+    def _draw_directions(self, feature_dim: int, *arms: int) -> Tensor | None:
+        """Draw prior directions B for `feature_dim` features (of `arms` blocks); None without an ensemble."""
+        if self._perturbation is None:
+            return None
+        size = (self.num_replicas, *arms, feature_dim)
+        return self._perturbation.perturbation(*size, generator=self.streams["init"], dtype=self.dtype)
+
     def scores(self, contexts: Tensor, index: Tensor | None) -> Float[Tensor, "replicas batch arms"]:
         """Return the scores to maximise."""
         raise NotImplementedError

@@ -79,7 +79,7 @@ class LinearAgent(BanditAgent):
         )
         self.posterior = LinearPosterior(
             feature_dim,
-            self._draw_directions(*([] if num_arms is None else [num_arms])),
+            self._draw_directions(self.feature_dim, *([] if num_arms is None else [num_arms])),
             num_replicas=num_replicas,
             num_arms=num_arms,
             noise_scale=noise_scale,
@@ -88,13 +88,6 @@ class LinearAgent(BanditAgent):
             dtype=dtype,
             device=device,
         )
-
-    def _draw_directions(self, *arms: int) -> Tensor | None:
-        """Draw prior directions B for all features (of `arms` blocks)."""
-        if self._perturbation is None:
-            return None
-        size = (self.num_replicas, *arms, self.feature_dim)
-        return self._perturbation.perturbation(*size, generator=self.streams["init"], dtype=self.dtype)
 
     def parameter(self, index: Tensor | None) -> Float[Tensor, "replicas batch *arms feature_dim"]:
         """Return the parameter vector to act on; the posterior mean unless a subclass samples one."""
@@ -197,7 +190,7 @@ class LinearAgent(BanditAgent):
         with self.streams.rollback():
             directions = None
             if keep_prior:
-                directions = self._draw_directions(*self.posterior.factor.shape[1:-2])
+                directions = self._draw_directions(self.feature_dim, *self.posterior.factor.shape[1:-2])
                 directions = self.posterior.factor if directions is None else directions
             self.posterior.discount(factor, directions)
 
@@ -210,7 +203,7 @@ class LinearAgent(BanditAgent):
         check_int("count", self._owner, count)
         if self.num_arms is None:
             raise ParameterError("num_arms", self._owner, "be set to add arms", None, "Pass the new arm's features.")
-        directions = self._draw_directions(count)
+        directions = self._draw_directions(self.feature_dim, count)
         if directions is None:
             directions = self.posterior.factor[:, :1].expand(-1, count, -1, -1)
         self.posterior.add_arms(directions)

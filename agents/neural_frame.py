@@ -189,11 +189,8 @@ class NeuralAgent(BanditAgent):
         self._refit_period = check_int("refit_period", self._owner, refit_period)
         self._torso = torso if learned else None
         copy = torso.clone() if learned else torso
-        directions = None
-        if self._perturbation is not None:
-            arms = () if self.num_arms is None else (self.num_arms,)
-            size = (self.num_replicas, *arms, ClosedFormModel.feature_dim(copy, parts))
-            directions = self._perturbation.perturbation(*size, generator=self.streams["init"], dtype=self.dtype)
+        arms = () if self.num_arms is None else (self.num_arms,)
+        directions = self._draw_directions(ClosedFormModel.feature_dim(copy, parts), *arms)
         self.scorer = self.closed_form = ClosedFormModel(
             copy,
             parts,
