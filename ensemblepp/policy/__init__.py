@@ -1,0 +1,1 @@
+"""Policy-update mathematics for LLM reinforcement learning: pure functions on log-probabilities and masks."""

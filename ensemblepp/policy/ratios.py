@@ -1,0 +1,274 @@
+"""Ratios of trainer to sampler: validated, masked and clamped once, then everything else is built on them.
+
+With q the policy that generated the data and p the policy being trained, d_t = log p(y_t) - log q(y_t)::
+
+    token  exp(d_t)        sequence  exp(sum_t d_t)        geometric  exp(mean_t d_t)
+
+Padding is excluded with `where` before anything is computed, so NaN or -inf there reaches neither value nor gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from ensemblepp.errors import ParameterError, check_all, check_finite, check_real, check_shape
+
+CLAMP = 20.0
+"""Largest |log ratio| by default, in nats: exp(20) is 5e8, beyond which a ratio only overflows."""
+
+
+def check_mask(mask: Shaped[Tensor, "batch time"], owner: str) -> Bool[Tensor, "batch time"]:
+    """Return the response mask as booleans.
+
+    Args:
+        mask: 1 (or True) on the response's own tokens, 0 on padding, prompt and tool output.
+        owner: The function whose caller gets the error.
+
+    Raises:
+        ParameterError: If the mask is not two-dimensional or holds anything but 0 and 1.
+    """
+    check_shape("mask", owner, mask, "batch, time", (None, None))
+    if mask.dtype == torch.bool:
+        return mask
+    own = mask != 0
+    check_all("mask", owner, "hold 0 and 1 only", ~own | (mask == 1), mask)
+    return own
+
+
+def log_ratios(
+    trainer_logprob: Float[Tensor, "batch time"],
+    sampler_logprob: Float[Tensor, "batch time"],
+    mask: Shaped[Tensor, "batch time"],
+    *,
+    clamp: float = CLAMP,
+) -> Float[Tensor, "batch time"]:
+    """Return d_t = log p(y_t) - log q(y_t) clamped to [-clamp, clamp], and 0 where the mask is 0.
+
+    Half-precision inputs are widened to float32 first. Gradient flows to both arguments, and is 0 where the clamp acts.
+
+    Args:
+        trainer_logprob: log p of each token.
+        sampler_logprob: log q of each token.
+        mask: 1 on the response's own tokens; what the others hold is ignored.
+        clamp: In nats; raising it lets rarer tokens weigh more, until exp overflows.
+
+    Raises:
+        ParameterError: If a log-probability of an own token is not finite, or the shapes do not match.
+    """
+    owner = "log_ratios"
+    own = check_mask(mask, owner)
+    clamp = check_real("clamp", owner, clamp, above=0.0)
+    return (
+        _own("trainer_logprob", owner, trainer_logprob, own) - _own("sampler_logprob", owner, sampler_logprob, own)
+    ).clamp(-clamp, clamp)
+
+
+def token_ratios(
+    log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"], *, clamp: float = CLAMP
+) -> Float[Tensor, "batch time"]:
+    """Return rho_t = exp(d_t), and 0 where the mask is 0.
+
+    Args:
+        log_ratio: d, from `log_ratios`.
+        mask: 1 on the response's own tokens.
+        clamp: Largest |d_t|, in nats.
+    """
+    own = check_mask(mask, "token_ratios")
+    return torch.where(own, _exp("token_ratios", torch.where(own, log_ratio, 0.0), clamp), 0.0)
+
+
+def sequence_ratios(
+    log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"], *, clamp: float = CLAMP
+) -> Float[Tensor, " batch"]:
+    """Return rho = exp(sum_t d_t), the ratio of the whole response; 1 for a response without tokens.
+
+    Args:
+        log_ratio: d, from `log_ratios`.
+        mask: 1 on the response's own tokens.
+        clamp: Largest |sum_t d_t|, in nats.
+    """
+    return _exp("sequence_ratios", masked_sum(log_ratio, mask, dim=1), clamp)
+
+
+def geometric_ratios(
+    log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"], *, clamp: float = CLAMP
+) -> Float[Tensor, " batch"]:
+    """Return rho^(1/T) = exp(mean_t d_t), which does not grow with length; 1 for a response without tokens.
+
+    Under the sampler its logarithm has the mean -(1/T) KL(q || p). Repeating a response's ratios leaves it unchanged.
+
+    Args:
+        log_ratio: d, from `log_ratios`.
+        mask: 1 on the response's own tokens.
+        clamp: Largest |mean_t d_t|, in nats.
+
+    Source: When Speed Kills Stability, part 3 (length-neutral masks).
+    """
+    return _exp("geometric_ratios", masked_mean(log_ratio, mask, dim=1), clamp)
+
+
+def k1(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return -d: unbiased for KL(q || p) on samples of q, of either sign.
+
+    Source: Schulman (2020), Approximating KL divergence.
+    """
+    return -log_ratio
+
+
+def k2(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return d^2 / 2: never negative, the same for p / q and q / p, equal to the KL to second order only.
+
+    Source: Schulman (2020), Approximating KL divergence.
+    """
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return exp(d) - 1 - d: never negative, unbiased for KL(q || p) on samples of q.
+
+    With the ratio inverted (q / p) its mean under q would be another number: the direction is part of the estimator.
+
+    Source: Schulman (2020), Approximating KL divergence.
+    """
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def masked_sum(
+    values: Shaped[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"], *, dim: int | None = None
+) -> Shaped[Tensor, "..."]:
+    """Return the sum over own tokens: of the batch, or along `dim`; 0 without tokens."""
+    values = torch.where(check_mask(mask, "masked_sum"), values, 0)
+    return values.sum() if dim is None else values.sum(dim)
+
+
+def masked_mean(
+    values: Shaped[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"], *, dim: int | None = None
+) -> Float[Tensor, "..."]:
+    """Return the sum over own tokens divided by their number: of the batch, or along `dim`; 0 without tokens."""
+    own = check_mask(mask, "masked_mean")
+    count = own.sum() if dim is None else own.sum(dim)
+    return masked_sum(values, own, dim=dim) / count.clamp(min=1)
+
+
+def effective_sample_size(
+    weights: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"]
+) -> Float[Tensor, ""]:
+    """Return (sum w)^2 / (n sum w^2) over own tokens, in (0, 1]: the share of samples that equal weights would need.
+
+    1 for equal weights, 1 / n when one weight dominates; 0 without tokens or when every weight is 0.
+    """
+    total, squares = masked_sum(weights, mask), masked_sum(weights.square(), mask)
+    count = check_mask(mask, "effective_sample_size").sum()
+    return torch.where(squares > 0, total.square() / (count * squares).clamp(min=torch.finfo(weights.dtype).tiny), 0.0)
+
+
+@torch.no_grad()
+def mismatch_report(
+    trainer_logprob: Float[Tensor, "batch time"],
+    sampler_logprob: Float[Tensor, "batch time"],
+    mask: Shaped[Tensor, "batch time"],
+    *,
+    lower: float | None = None,
+    upper: float = 2.0,
+    advantages: Float[Tensor, "batch time"] | None = None,
+    clamp: float = CLAMP,
+) -> dict[str, Float[Tensor, ""]]:
+    """Return how far trainer and sampler are apart on this batch, as scalars without gradient.
+
+    Token means run over all own tokens, sequence means over the responses that have any; without tokens all are 0.
+    Estimates of divergences between q and p hold for samples of q::
+
+        kl, k3                   mean of -d_t and of k3(d_t), both estimates of the token KL(q || p)
+        chi2_token, _sequence    mean rho_t^2 - 1 and mean rho^2 - 1: what importance weights do to the variance
+        ess_token, _sequence     effective sample size of weights clamped to [lower, upper], in (0, 1]
+        perplexity_trainer, _sampler                   mean over responses of exp(-mean_t log p)
+        log_perplexity_trainer, _sampler               the same without exp
+        log_perplexity_gap, _abs, _max, _min           of mean_t log q - mean_t log p, per response
+        perplexity_ratio         mean over responses of exp(gap), which is 1 / geometric ratio
+        clip_fraction_high, _low, clip_fraction_raw    own tokens with rho_t > upper, < lower, either
+        clip_fraction_applied    those where the bound changes the loss
+
+    A bound is applied by truncation above `upper`. With `advantages` it is that of a clipped objective instead: above
+    `upper` where A > 0 and below `lower` where A < 0, because the minimum ignores the others.
+
+    Args:
+        trainer_logprob: log p of each token.
+        sampler_logprob: log q of each token.
+        mask: 1 on the response's own tokens.
+        lower: Of the ratio; 1 / upper by default.
+        upper: Of the ratio.
+        advantages: Of each token, to judge a clipped objective.
+        clamp: Largest |log ratio|, in nats.
+
+    Raises:
+        ParameterError: If an own log-probability is not finite, a bound is out of range or the shapes do not match.
+
+    Source: When Speed Kills Stability, sections on vllm-kl and perplexity; token and sequence chi2 of part 1.
+    """
+    owner = "mismatch_report"
+    own = check_mask(mask, owner)
+    upper = check_real("upper", owner, upper, above=0.0)
+    lower = check_real("lower", owner, 1 / upper if lower is None else lower, at_least=0.0, at_most=upper)
+    log_ratio = log_ratios(trainer_logprob, sampler_logprob, own, clamp=clamp)
+    ratio, sequence_ratio = token_ratios(log_ratio, own, clamp=clamp), sequence_ratios(log_ratio, own, clamp=clamp)
+    log_p, log_q = (
+        masked_mean(_own("logprob", owner, values, own), own, dim=1) for values in (trainer_logprob, sampler_logprob)
+    )
+    alive = own.any(1, keepdim=True)
+
+    def over_sequences(values: Tensor) -> Tensor:
+        return masked_mean(values.unsqueeze(1), alive)
+
+    gap = log_q - log_p
+    high, low = own & (ratio > upper), own & (ratio < lower)
+    applied = high
+    if advantages is not None:
+        check_shape("advantages", owner, advantages, "batch, time", own.shape)
+        applied = (high & (advantages > 0)) | (low & (advantages < 0))
+    some = own.any()
+    return {
+        "kl": masked_mean(k1(log_ratio), own),
+        "k3": masked_mean(k3(log_ratio), own),
+        "chi2_token": torch.where(some, masked_mean(ratio.square(), own) - 1, 0.0),
+        "chi2_sequence": torch.where(some, over_sequences(sequence_ratio.square()) - 1, 0.0),
+        "ess_token": effective_sample_size(ratio.clamp(lower, upper), own),
+        "ess_sequence": effective_sample_size(sequence_ratio.clamp(lower, upper).unsqueeze(1), alive),
+        "perplexity_trainer": over_sequences(torch.exp(-log_p)),
+        "perplexity_sampler": over_sequences(torch.exp(-log_q)),
+        "log_perplexity_trainer": over_sequences(-log_p),
+        "log_perplexity_sampler": over_sequences(-log_q),
+        "log_perplexity_gap": over_sequences(gap),
+        "log_perplexity_gap_abs": over_sequences(gap.abs()),
+        "log_perplexity_gap_max": _largest(gap, alive.squeeze(1)),
+        "log_perplexity_gap_min": -_largest(-gap, alive.squeeze(1)),
+        "perplexity_ratio": over_sequences(gap.clamp(-clamp, clamp).exp()),
+        "clip_fraction_high": masked_mean(high.to(ratio.dtype), own),
+        "clip_fraction_low": masked_mean(low.to(ratio.dtype), own),
+        "clip_fraction_raw": masked_mean((high | low).to(ratio.dtype), own),
+        "clip_fraction_applied": masked_mean(applied.to(ratio.dtype), own),
+    }
+
+
+def _own(name: str, owner: str, logprob: Tensor, own: Tensor) -> Tensor:
+    """Return own tokens' log-probabilities in float32 or wider, 0 elsewhere."""
+    check_shape(name, owner, logprob, "batch, time", own.shape)
+    if not logprob.is_floating_point():
+        raise ParameterError(name, owner, "be floating point", logprob.dtype)
+    logprob = torch.where(own, logprob.to(torch.promote_types(logprob.dtype, torch.float32)), 0.0)
+    check_finite(name, owner, logprob)
+    return logprob
+
+
+def _exp(owner: str, log_ratio: Tensor, clamp: float) -> Tensor:
+    clamp = check_real("clamp", owner, clamp, above=0.0)
+    return log_ratio.clamp(-clamp, clamp).exp()
+
+
+def _largest(values: Tensor, alive: Tensor) -> Tensor:
+    """Return the maximum over alive entries, 0 without any; the appended entry makes an empty batch legal."""
+    padded = torch.nn.functional.pad(torch.where(alive, values, -math.inf), (0, 1), value=-math.inf)
+    return torch.where(alive.any(), padded.amax(), 0.0)
