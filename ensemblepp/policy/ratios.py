@@ -154,6 +154,20 @@ def masked_mean(
     return masked_sum(values, own, dim=dim) / count.clamp(min=1)
 
 
+def masked_max(
+    values: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"], *, dim: int | None = None
+) -> Float[Tensor, "..."]:
+    """Return the maximum over own tokens: of the batch, or along `dim`; 0 without tokens."""
+    own = check_mask(mask, "masked_max")
+    values = torch.where(own, values, -math.inf)
+    if dim is None:
+        own, values, dim = own.flatten(), values.flatten(), 0
+    # One more entry, because the maximum of no entries is an error.
+    floor = torch.full_like(values.sum(dim, keepdim=True), -math.inf)
+    largest = torch.cat([values, floor], dim).amax(dim)
+    return torch.where(own.any(dim), largest, 0.0)
+
+
 def effective_sample_size(
     weights: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"]
 ) -> Float[Tensor, ""]:
@@ -243,8 +257,8 @@ def mismatch_report(
         "log_perplexity_sampler": over_sequences(-log_q),
         "log_perplexity_gap": over_sequences(gap),
         "log_perplexity_gap_abs": over_sequences(gap.abs()),
-        "log_perplexity_gap_max": _largest(gap, alive.squeeze(1)),
-        "log_perplexity_gap_min": -_largest(-gap, alive.squeeze(1)),
+        "log_perplexity_gap_max": masked_max(gap.unsqueeze(1), alive),
+        "log_perplexity_gap_min": -masked_max(-gap.unsqueeze(1), alive),
         "perplexity_ratio": over_sequences(gap.clamp(-clamp, clamp).exp()),
         "clip_fraction_high": masked_mean(high.to(ratio.dtype), own),
         "clip_fraction_low": masked_mean(low.to(ratio.dtype), own),
@@ -266,9 +280,3 @@ def _own(name: str, owner: str, logprob: Tensor, own: Tensor) -> Tensor:
 def _exp(owner: str, log_ratio: Tensor, clamp: float) -> Tensor:
     clamp = check_real("clamp", owner, clamp, above=0.0)
     return log_ratio.clamp(-clamp, clamp).exp()
-
-
-def _largest(values: Tensor, alive: Tensor) -> Tensor:
-    """Return the maximum over alive entries, 0 without any; the appended entry makes an empty batch legal."""
-    padded = torch.nn.functional.pad(torch.where(alive, values, -math.inf), (0, 1), value=-math.inf)
-    return torch.where(alive.any(), padded.amax(), 0.0)
