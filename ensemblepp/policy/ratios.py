@@ -198,7 +198,7 @@ def mismatch_report(
 
         kl, k3                   mean of -d_t and of k3(d_t), both estimates of the token KL(q || p)
         chi2_token, _sequence    mean rho_t^2 - 1 and mean rho^2 - 1: what importance weights do to the variance
-        ess_token, _sequence     effective sample size of weights clamped to [lower, upper], in (0, 1]
+        ess_token, _sequence     effective sample size of weights truncated at upper, in (0, 1]
         perplexity_trainer, _sampler                   mean over responses of exp(-mean_t log p)
         log_perplexity_trainer, _sampler               the same without exp
         log_perplexity_gap, _abs, _max, _min           of mean_t log q - mean_t log p, per response
@@ -249,8 +249,8 @@ def mismatch_report(
         "k3": masked_mean(k3(log_ratio), own),
         "chi2_token": torch.where(some, masked_mean(ratio.square(), own) - 1, 0.0),
         "chi2_sequence": torch.where(some, over_sequences(sequence_ratio.square()) - 1, 0.0),
-        "ess_token": effective_sample_size(ratio.clamp(lower, upper), own),
-        "ess_sequence": effective_sample_size(sequence_ratio.clamp(lower, upper).unsqueeze(1), alive),
+        "ess_token": effective_sample_size(ratio.clamp(max=upper), own),
+        "ess_sequence": effective_sample_size(sequence_ratio.clamp(max=upper).unsqueeze(1), alive),
         "perplexity_trainer": over_sequences(torch.exp(-log_p)),
         "perplexity_sampler": over_sequences(torch.exp(-log_q)),
         "log_perplexity_trainer": over_sequences(-log_p),

@@ -208,6 +208,9 @@ def test_applied_clip_fraction_counts_only_tokens_whose_advantage_pushes_outward
     report = mismatch_report(p, q, torch.ones(1, 4), advantages=torch.tensor([[1.0, -1.0, 1.0, -1.0]]))
     assert (report["clip_fraction_raw"].item(), report["clip_fraction_applied"].item()) == (1.0, 0.5)
     assert mismatch_report(p, q, torch.ones(1, 4))["clip_fraction_applied"].item() == 0.5
+    # Small weights are not raised for the effective sample size.
+    size = effective_sample_size(torch.tensor([[2.0, 2.0, 0.1, 0.1]]), torch.ones(1, 4))
+    torch.testing.assert_close(report["ess_token"], size)
     assert mismatch_report(p, q, torch.ones(1, 4), lower=0.0)["clip_fraction_low"].item() == 0.0
 
 
