@@ -17,10 +17,8 @@ from torch import Tensor
 from ensemblepp.errors import ParameterError, check_choice, check_real, check_shape
 from ensemblepp.policy.ratios import (
     CLAMP,
+    ESTIMATORS,
     check_mask,
-    k1,
-    k2,
-    k3,
     masked_max,
     masked_mean,
     masked_sum,
@@ -28,9 +26,6 @@ from ensemblepp.policy.ratios import (
     token_ratios,
 )
 
-Estimator = Callable[[Tensor], Tensor]
-
-ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3}
 REJECTIONS = (
     *(f"{level}_{name}" for level in ("token", "seq_sum", "seq_mean") for name in ESTIMATORS),
     "seq_max_k2",

@@ -10,6 +10,7 @@ Padding is excluded with `where` before anything is computed, so NaN or -inf the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -135,6 +136,10 @@ def k3(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     Source: Schulman (2020), Approximating KL divergence.
     """
     return torch.expm1(log_ratio) - log_ratio
+
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""The three estimators by name."""
 
 
 def masked_sum(

@@ -89,7 +89,9 @@ def test_constant_signals_and_parameters_without_variance_stay_put() -> None:
     for _ in range(10):
         parameter = parameter + 0.1 * gradient_caps(scores, advantages, weights=p).value
     assert parameter[-1].item() == 1.0
-    direction, explained = natural_gradient(scores, 0 * advantages + 2.0, weights=torch.full((5,), 0.2, dtype=torch.float64))
+    direction, explained = natural_gradient(
+        scores, 0 * advantages + 2.0, weights=torch.full((5,), 0.2, dtype=torch.float64)
+    )
     assert direction.abs().max() < 1e-12
     assert explained.item() == 0.0
 
