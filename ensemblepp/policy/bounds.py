@@ -17,7 +17,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import check_int, check_real, check_shape
-from ensemblepp.policy.ratios import check_mask, k3, masked_max, masked_sum
+from ensemblepp.policy.ratios import check_log_ratio, k3, masked_max, masked_sum
 
 Scalar: TypeAlias = float | Float[Tensor, ""]
 
@@ -56,6 +56,20 @@ def expectation_gap_bound(largest: Scalar, tv: Scalar) -> Float[Tensor, ""]:
     Source: When Speed Kills Stability, part 1.
     """
     return 2 * _tensor(largest) * _tensor(tv)
+
+
+def gradient_bias_bound(score_norm: Scalar, tv_max: Scalar, horizon: int) -> Float[Tensor, ""]:
+    """Return 2 B eps T^2, which bounds |E_q[R S] - grad J(p)| for rewards in [0, 1]: what ignoring the mismatch costs.
+
+    Args:
+        score_norm: B, the largest norm of one token's score.
+        tv_max: eps, the largest token total variation.
+        horizon: T.
+
+    Source: Beyond Precision, theorem 3.1; the naive row of When Speed Kills Stability, part 2.
+    """
+    steps = check_int("horizon", "gradient_bias_bound", horizon)
+    return expectation_gap_bound(steps * _tensor(score_norm), steps * _tensor(tv_max))
 
 
 def context_shift_bounds(
@@ -103,9 +117,8 @@ def surrogate_errors(
 
     Source: Trust Region Masking (arXiv 2512.23075), exact error; second form by telescoping.
     """
-    own = check_mask(mask, "surrogate_errors")
-    check_shape("log_ratio", "surrogate_errors", log_ratio, "batch, time", own.shape)
-    return k3(masked_sum(log_ratio, own, dim=1)) - masked_sum(k3(torch.where(own, log_ratio, 0.0)), own, dim=1)
+    _, log_ratio = check_log_ratio(log_ratio, mask, "surrogate_errors")
+    return k3(log_ratio.sum(1)) - k3(log_ratio).sum(1)
 
 
 def surrogate_error_bounds(
@@ -213,9 +226,9 @@ def gain_decomposition(
     Source: tangent and remainder of the covariance loss.
     """
     owner = "gain_decomposition"
-    own = check_mask(mask, owner)
+    own, log_ratio = check_log_ratio(log_ratio, mask, owner)
     check_shape("rewards", owner, rewards, "batch", own.shape[:1])
-    whole = masked_sum(log_ratio, own, dim=1)
+    whole = log_ratio.sum(1)
     excess = k3(whole)
     if weights is None:
         weights = torch.full_like(rewards, 1 / max(1, len(rewards)))
@@ -257,10 +270,10 @@ def baseline_tangent(
     Source: tangent and remainder of the covariance loss.
     """
     owner = "baseline_tangent"
-    own = check_mask(mask, owner)
+    own, log_ratio = check_log_ratio(log_ratio, mask, owner)
     check_shape("rewards", owner, rewards, "batch", own.shape[:1])
     check_shape("baseline", owner, baseline, "batch, time", own.shape)
-    value = masked_sum((rewards.unsqueeze(1) - baseline) * torch.where(own, log_ratio, 0.0), own, dim=1)
+    value = masked_sum((rewards.unsqueeze(1) - baseline) * log_ratio, own, dim=1)
     return value.sum() / max(1, len(rewards)) if weights is None else weights @ value
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import check_all, check_int, check_shape
-from ensemblepp.policy.ratios import check_mask
+from ensemblepp.policy.ratios import check_log_ratio
 
 
 class ParsedActions(NamedTuple):
@@ -124,14 +124,13 @@ def turn_log_ratios(
     Source: mathematical framework of language agents, trajectory probability.
     """
     owner = "turn_log_ratios"
-    own = check_mask(mask, owner)
+    own, log_ratio = check_log_ratio(log_ratio, mask, owner)
     num_turns = check_int("num_turns", owner, num_turns)
-    check_shape("log_ratio", owner, log_ratio, "batch, time", own.shape)
     check_shape("turn", owner, turn, "batch, time", own.shape)
     index = torch.where(own, turn, 0).long()
     check_all("turn", owner, f"be in 0 .. {num_turns - 1}", (index >= 0) & (index < num_turns), turn)
     zeros = log_ratio.new_zeros(len(log_ratio), num_turns)
-    return zeros.scatter_add(1, index, torch.where(own, log_ratio, 0.0))
+    return zeros.scatter_add(1, index, log_ratio)
 
 
 @dataclass(frozen=True)

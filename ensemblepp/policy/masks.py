@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from ensemblepp.errors import ParameterError, check_choice, check_real, check_shape
+from ensemblepp.errors import ParameterError, check_choice, check_real
 from ensemblepp.policy.ratios import (
     CLAMP,
     ESTIMATORS,
-    check_mask,
+    check_log_ratio,
     masked_max,
     masked_mean,
     masked_sum,
@@ -92,8 +92,7 @@ def importance_weights(
     Source: rollout correction: Token-TIS and Seq-TIS, with batch normalisation.
     """
     owner = "importance_weights"
-    own = check_mask(mask, owner)
-    check_shape("log_ratio", owner, log_ratio, "batch, time", own.shape)
+    own, log_ratio = check_log_ratio(log_ratio, mask, owner)
     check_choice("level", owner, level, ("token", "sequence"))
     if level == "token":
         weights, units = token_ratios(log_ratio, own, clamp=clamp), own
@@ -128,7 +127,7 @@ def geometric_mask(
 
     Source: When Speed Kills Stability, part 3, Geo-Mask.
     """
-    own = check_mask(mask, "geometric_mask")
+    own, log_ratio = check_log_ratio(log_ratio, mask, "geometric_mask")
     lower, upper = _bounds("geometric_mask", lower, upper)
     return own & _within_ratio(masked_mean(log_ratio, own, dim=1), lower, upper).unsqueeze(1)
 
@@ -161,8 +160,7 @@ def rejection_mask(
     Source: rollout correction: rejection sampling by K1, K2, K3.
     """
     owner = "rejection_mask"
-    own = check_mask(mask, owner)
-    log_ratio = torch.where(own, log_ratio, 0.0)
+    own, log_ratio = check_log_ratio(log_ratio, mask, owner)
     names = [name.strip() for name in options.split(",")]
     limits = [limit.strip() for limit in str(thresholds).split(",")]
     if len(limits) not in (1, len(names)):
@@ -191,7 +189,8 @@ def _within_ratio(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
 
 def _read(owner: str, text: str) -> float:
     try:
-        value = float(text)
+        # Python reads "1_5" as 15, which would turn an interval into a number.
+        value = math.nan if "_" in text else float(text)
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:

@@ -68,6 +68,24 @@ def log_ratios(
     ).clamp(-clamp, clamp)
 
 
+def check_log_ratio(
+    log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"], owner: str
+) -> tuple[Bool[Tensor, "batch time"], Float[Tensor, "batch time"]]:
+    """Return the response's own tokens, and the log-ratios with 0 elsewhere.
+
+    Args:
+        log_ratio: d, from `log_ratios` or cut from it; what it holds elsewhere is ignored.
+        mask: 1 on the response's own tokens.
+        owner: The function whose caller gets the error.
+
+    Raises:
+        ParameterError: If the mask holds anything but 0 and 1, or the shapes do not match.
+    """
+    own = check_mask(mask, owner)
+    check_shape("log_ratio", owner, log_ratio, "batch, time", own.shape)
+    return own, torch.where(own, log_ratio, 0.0)
+
+
 def token_ratios(
     log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"], *, clamp: float = CLAMP
 ) -> Float[Tensor, "batch time"]:
@@ -78,8 +96,8 @@ def token_ratios(
         mask: 1 on the response's own tokens.
         clamp: Largest |d_t|, in nats.
     """
-    own = check_mask(mask, "token_ratios")
-    return torch.where(own, _exp("token_ratios", torch.where(own, log_ratio, 0.0), clamp), 0.0)
+    own, log_ratio = check_log_ratio(log_ratio, mask, "token_ratios")
+    return torch.where(own, _exp("token_ratios", log_ratio, clamp), 0.0)
 
 
 def sequence_ratios(
@@ -92,7 +110,8 @@ def sequence_ratios(
         mask: 1 on the response's own tokens.
         clamp: Largest |sum_t d_t|, in nats.
     """
-    return _exp("sequence_ratios", masked_sum(log_ratio, mask, dim=1), clamp)
+    _, log_ratio = check_log_ratio(log_ratio, mask, "sequence_ratios")
+    return _exp("sequence_ratios", log_ratio.sum(1), clamp)
 
 
 def geometric_ratios(
@@ -109,7 +128,8 @@ def geometric_ratios(
 
     Source: When Speed Kills Stability, part 3 (length-neutral masks).
     """
-    return _exp("geometric_ratios", masked_mean(log_ratio, mask, dim=1), clamp)
+    own, log_ratio = check_log_ratio(log_ratio, mask, "geometric_ratios")
+    return _exp("geometric_ratios", masked_mean(log_ratio, own, dim=1), clamp)
 
 
 def k1(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -180,8 +200,10 @@ def effective_sample_size(
 
     1 for equal weights, 1 / n when one weight dominates; 0 without tokens or when every weight is 0.
     """
-    total, squares = masked_sum(weights, mask), masked_sum(weights.square(), mask)
-    count = check_mask(mask, "effective_sample_size").sum()
+    own = check_mask(mask, "effective_sample_size")
+    check_shape("weights", "effective_sample_size", weights, "batch, time", own.shape)
+    weights = torch.where(own, weights, 0.0)
+    total, squares, count = weights.sum(), weights.square().sum(), own.sum()
     return torch.where(squares > 0, total.square() / (count * squares).clamp(min=torch.finfo(weights.dtype).tiny), 0.0)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError, check_all, check_int, check_real, check_shape
-from ensemblepp.policy.ratios import check_mask, k2, k3, masked_max, masked_mean, masked_sum
+from ensemblepp.policy.ratios import check_log_ratio, check_mask, k2, k3, masked_max, masked_mean, masked_sum
 from ensemblepp.policy.vocabulary import BLOCK_VALUES, _blocks
 
 
@@ -109,7 +109,9 @@ def trust_region_mask(
 
     Source: Trust Region Masking (arXiv 2512.23075), algorithm 1 and its average criterion.
     """
-    return _trust_region("trust_region_mask", divergence, divergence, mask, max_upper, mean_upper)
+    own = check_mask(mask, "trust_region_mask")
+    check_shape("divergence", "trust_region_mask", divergence, "batch, time", own.shape)
+    return _trust_region("trust_region_mask", divergence, divergence, own, max_upper, mean_upper)
 
 
 @torch.no_grad()
@@ -136,7 +138,8 @@ def sampled_trust_region_mask(
 
     Source: Trust Region Masking (arXiv 2512.23075), sample-based approximation.
     """
-    return _trust_region("sampled_trust_region_mask", k2(log_ratio), k3(log_ratio), mask, max_upper, mean_upper)
+    own, log_ratio = check_log_ratio(log_ratio, mask, "sampled_trust_region_mask")
+    return _trust_region("sampled_trust_region_mask", k2(log_ratio), k3(log_ratio), own, max_upper, mean_upper)
 
 
 @torch.no_grad()
@@ -152,9 +155,9 @@ def ser_mask(
 
     Source: Trust Region Masking (arXiv 2512.23075), length-neutral variants, SER.
     """
-    own = check_mask(mask, "ser_mask")
+    own, log_ratio = check_log_ratio(log_ratio, mask, "ser_mask")
     upper = check_real("upper", "ser_mask", upper, at_least=0.0)
-    return own & (masked_mean(_distance(log_ratio, own), own, dim=1) <= upper).unsqueeze(1)
+    return own & (masked_mean(torch.expm1(log_ratio).abs(), own, dim=1) <= upper).unsqueeze(1)
 
 
 @torch.no_grad()
@@ -188,18 +191,16 @@ def length_neutral_mask(
     Source: Trust Region Masking (arXiv 2512.23075), length-neutral variants, LN-TRM.
     """
     owner = "length_neutral_mask"
-    own = check_mask(mask, owner)
+    own, log_ratio = check_log_ratio(log_ratio, mask, owner)
     upper = check_real("upper", owner, upper, at_least=0.0)
     weight = _future_weights(owner, own, tv_max, kl_max, horizon).to(log_ratio.dtype)
-    total = masked_sum(_distance(log_ratio, own) * weight, own, dim=1)
+    total = masked_sum(torch.expm1(log_ratio).abs() * weight, own, dim=1)
     return own & (total <= upper * masked_sum(weight, own, dim=1)).unsqueeze(1)
 
 
 def _trust_region(
-    owner: str, peak: Tensor, level: Tensor, mask: Tensor, max_upper: float | None, mean_upper: float | None
+    owner: str, peak: Tensor, level: Tensor, own: Tensor, max_upper: float | None, mean_upper: float | None
 ) -> Tensor:
-    own = check_mask(mask, owner)
-    check_shape("divergence", owner, peak, "batch, time", own.shape)
     if max_upper is None and mean_upper is None:
         raise ParameterError("max_upper", owner, "be given, or mean_upper, or both", "neither")
     keep = own
@@ -210,10 +211,6 @@ def _trust_region(
         mean_upper = check_real("mean_upper", owner, mean_upper, at_least=0.0)
         keep = keep & (masked_mean(level, own, dim=1) <= mean_upper).unsqueeze(1)
     return keep
-
-
-def _distance(log_ratio: Tensor, own: Tensor) -> Tensor:
-    return torch.expm1(torch.where(own, log_ratio, 0.0)).abs()
 
 
 def _future_weights(owner: str, own: Tensor, tv_max: float, kl_max: float, horizon: int | None) -> Tensor:

@@ -13,6 +13,7 @@ from ensemblepp.policy.bounds import (
     context_shift_bounds,
     expectation_gap_bound,
     gain_decomposition,
+    gradient_bias_bound,
     surrogate_error_bounds,
     surrogate_errors,
     tv_from_chi2,
@@ -177,6 +178,14 @@ def test_contexts_shift_no_faster_than_the_simulation_lemma() -> None:
 def test_total_variation_of_sequences_is_at_most_the_sum_over_tokens() -> None:
     for x in PROBLEMS:
         assert x.known["tv_sequence"] <= x.known["mean_tv"].sum() + SLACK
+
+
+def test_ignoring_the_mismatch_biases_the_gradient_no_more_than_its_bound() -> None:
+    for x in PROBLEMS:
+        tree, scores = x.tree, x.tree.token_scores(x.trainer)
+        bias = (x.q * x.rewards) @ scores.sum(1) - tree.gradient(x.trainer, x.rewards).flatten()
+        bound = gradient_bias_bound(scores.norm(dim=-1).max(), x.known["tv_max"], tree.horizon)
+        assert bias.norm() <= bound + SLACK
 
 
 @settings(max_examples=50)

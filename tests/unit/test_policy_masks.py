@@ -87,6 +87,14 @@ def test_normalised_weights_have_mean_one_after_truncation(level: str) -> None:
     torch.testing.assert_close(weights * plain[0, 0], plain * weights[0, 0], **EXACT)
 
 
+def test_normalised_untruncated_weights_are_self_normalised_importance_sampling() -> None:
+    tree = Tree(3, 3)
+    log_ratio = problem(tree)[3]
+    rho = sequence_ratios(log_ratio, tree.mask)
+    weights = importance_weights(log_ratio, tree.mask, level="sequence", upper=None, normalise=True)
+    torch.testing.assert_close(weights[:, 0] / len(rho), rho / rho.sum(), **EXACT)
+
+
 def test_weights_are_frozen_and_normalisation_ignores_rows_without_tokens() -> None:
     d = logs(0.5, 0.5, 0.5).requires_grad_()
     assert not importance_weights(d, ONES).requires_grad
@@ -306,6 +314,13 @@ def test_bad_options_are_named(without_shape_checks: None) -> None:
         rejection_mask(d, ONES, "token_k2", "1,2")
     with pytest.raises(ParameterError, match="thresholds of rejection_mask must be numbers >= 0"):
         rejection_mask(d, ONES, "token_k2", "much")
+    with pytest.raises(ParameterError, match=r"thresholds of rejection_mask must be numbers >= 0.*; got '1_5'"):
+        rejection_mask(d, ONES, "token_k2", "1_5")
+    for function in (geometric_mask, ser_mask, importance_weights):
+        with pytest.raises(ParameterError, match=f"log_ratio of {function.__name__} must have shape"):
+            function(d[:, :1], ONES)
+    with pytest.raises(ParameterError, match="divergence of trust_region_mask must have shape"):
+        trust_region_mask(d[:, :1], ONES, max_upper=1.0)
     with pytest.raises(ParameterError, match=r"thresholds of rejection_mask must be a finite number >= 1; got 0.5"):
         rejection_mask(d, ONES, "token_k1", 0.5)
     with pytest.raises(ParameterError, match="lower of rejection_mask must be a finite number >= 0 and <= 1"):
