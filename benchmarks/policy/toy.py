@@ -23,6 +23,7 @@ from ensemblepp.policy.vocabulary import energy_from_logits
 from ensemblepp.seeding import make_generator
 
 AGGREGATION = "sequence_mean_token_sum"
+DTYPE = torch.float64  # a rounding difference must not flip a draw
 
 
 @dataclass
@@ -51,11 +52,13 @@ class Game:
         self.vocab, self.horizon = config["vocab"], config["horizon"]
         self.tree = Tree.full(self.vocab, self.horizon)
         generator = make_generator(seed, "env")
-        features = torch.randn(num_replicas, self.tree.num_prefixes, config["features"], generator=generator)
+        features = torch.randn(
+            num_replicas, self.tree.num_prefixes, config["features"], generator=generator, dtype=DTYPE
+        )
         self.features = torch.nn.functional.normalize(features, dim=-1)
-        luck = torch.rand(num_replicas, len(self.tree.tokens), generator=generator)
+        luck = torch.rand(num_replicas, len(self.tree.tokens), generator=generator, dtype=DTYPE)
         winner, decoy = luck < config["winners"], luck < config["winners"] + config["decoys"]
-        self.rewards = (winner.float() + decoy.float()) / 2
+        self.rewards = (winner.to(DTYPE) + decoy) / 2
 
     def logits(self, weights: Tensor) -> Tensor:
         """Return logits (replicas, prefixes, vocab)."""
@@ -148,15 +151,15 @@ def train(
     """
     game = Game(config, num_replicas, seed)
     draws, noise = make_generator(seed, "act"), make_generator(seed, "perturb")
-    weights = torch.zeros(num_replicas, config["features"], game.vocab, requires_grad=True)
+    weights = torch.zeros(num_replicas, config["features"], game.vocab, dtype=DTYPE, requires_grad=True)
     group_size, rows = config["group_size"], torch.arange(num_replicas).unsqueeze(1)
     curve, divergence = [], []
     for update in range(config["updates"]):
         if update % mismatch["sync"] == 0:
-            sampler = weights.detach() + mismatch["noise"] * torch.randn(weights.shape, generator=noise)
+            sampler = weights.detach() + mismatch["noise"] * torch.randn(weights.shape, generator=noise, dtype=DTYPE)
         log_q = game.sequence_logprob(sampler)
-        uniform, luck = torch.rand(2, num_replicas, group_size, generator=draws)
-        flips = (luck < config["flips"]).float()
+        uniform, luck = torch.rand(2, num_replicas, group_size, generator=draws, dtype=DTYPE)
+        flips = (luck < config["flips"]).to(DTYPE)
         cumulative = log_q.softmax(-1).cumsum(-1)
         chosen = torch.searchsorted(cumulative, uniform).clamp(max=cumulative.shape[1] - 1)
         prefix = game.tree.prefix[chosen]
