@@ -71,7 +71,7 @@ def token_divergences(
             (logits[part].to(wide) / temperature).log_softmax(-1) for logits in (sampler_logits, trainer_logits)
         )
         q = log_q.exp()
-        tv[part] = (q - log_p.exp()).abs_().sum(-1) / 2
+        tv[part] = log_p.exp().sub_(q).abs_().sum(-1) / 2
         # 0 log 0 = 0, also where both exclude a token.
         gap = log_q.sub_(log_p).masked_fill_(q == 0, 0.0)
         kl[part] = torch.linalg.vecdot(q, gap)
