@@ -14,7 +14,7 @@ from ensemblepp.acquisition import choose
 from ensemblepp.agents.epinet_model import EpiNetModel
 from ensemblepp.agents.neural_frame import NeuralAgent, NeuralOptions
 from ensemblepp.agents.sgd_model import SgdModel
-from ensemblepp.errors import check_real
+from ensemblepp.errors import check_choice, check_real
 from ensemblepp.heads import EnsembleNetwork, IndependentEnsemble
 from ensemblepp.indices import IndexDistribution
 
@@ -115,6 +115,7 @@ class EnsemblePlus(NeuralAgent):
     Args:
         feature_dim: d, number of features of an arm or context.
         index_dim: M, number of networks; cost is proportional to it.
+        acquisition: "thompson" follows a member, "greedy" the members' average.
         hidden_dims: Widths of every network's ReLU layers, the prior networks' too.
         prior_scale: Standard deviation of the prior networks' output over the inputs at hand, in standard deviations
             of the reward. Raising it explores more.
@@ -134,6 +135,7 @@ class EnsemblePlus(NeuralAgent):
         feature_dim: int,
         *,
         index_dim: int = 8,
+        acquisition: str = "thompson",
         hidden_dims: Sequence[int] = (64, 64),
         prior_scale: float = 0.35,
         learning_rate: float = 1e-3,
@@ -142,6 +144,7 @@ class EnsemblePlus(NeuralAgent):
     ) -> None:
         laws = [IndexDistribution(law, index_dim) for law in ("one_hot", "gaussian")]
         super().__init__(feature_dim, *laws, **options)
+        self.acquisition = check_choice("acquisition", self._owner, acquisition, ("thompson", "greedy"))
         network = IndependentEnsemble(
             feature_dim,
             hidden_dims,
@@ -165,6 +168,13 @@ class EnsemblePlus(NeuralAgent):
         )
         self.replay = self._build_replay()
 
+    def draw_index(self, batch: int) -> Tensor | None:
+        """Draw one member per decision; a greedy decision weighs all members alike."""
+        if self.acquisition == "greedy":
+            size = (self.num_replicas, batch, self.index_dim)
+            return torch.full(size, 1 / self.index_dim, dtype=self.dtype, device=self.device)
+        return super().draw_index(batch)
+
 
 class EpiNet(NeuralAgent):
     """EpiNet: a base network plus a small network of features and index, and small fixed prior networks.
@@ -172,6 +182,7 @@ class EpiNet(NeuralAgent):
     Args:
         feature_dim: d, number of features of an arm or context.
         index_dim: M, dimension of the Gaussian index.
+        acquisition: "thompson" draws an index, "greedy" acts on the base network.
         hidden_dims: Widths of the base network's ReLU layers.
         epinet_hidden_dims: Widths of the epinet.
         prior_hidden_dims: Widths of each of the M prior networks.
@@ -192,6 +203,7 @@ class EpiNet(NeuralAgent):
         feature_dim: int,
         *,
         index_dim: int = 8,
+        acquisition: str = "thompson",
         hidden_dims: Sequence[int] = (64, 64),
         epinet_hidden_dims: Sequence[int] = (15, 15),
         prior_hidden_dims: Sequence[int] = (5, 5),
@@ -203,6 +215,7 @@ class EpiNet(NeuralAgent):
     ) -> None:
         laws = [IndexDistribution(law, index_dim) for law in ("gaussian", "sphere")]
         super().__init__(feature_dim, *laws, **options)
+        self.acquisition = check_choice("acquisition", self._owner, acquisition, ("thompson", "greedy"))
         self.trainer = self.scorer = EpiNetModel(
             feature_dim,
             hidden_dims,

@@ -28,6 +28,7 @@ class ModelOptions(TypedDict, total=False):
     num_arms: int | None
     num_replicas: int
     standardise: bool
+    reward_scale: float | None
     noise_scale: float | None
     seed: int
     dtype: torch.dtype
@@ -120,6 +121,8 @@ class NeuralAgent(BanditAgent):
         min_data: Data to have before training starts.
         replay_capacity: Data kept; the oldest are overwritten.
         standardise: Learn rewards in units of their running mean and standard deviation.
+        reward_scale: Standard deviation of the rewards where it is known; None measures it. Give it where rare rewards
+            are far larger than the usual ones: the measured scale cannot know of them before the first.
         noise_scale: Standard deviation of the reward noise, in reward units; None estimates it.
         seed: Root of the agent's random streams "init", "act", "perturb" and "replay".
         dtype: float32 or float64.
@@ -151,6 +154,7 @@ class NeuralAgent(BanditAgent):
         min_data: int = 4,
         replay_capacity: int = 10_000,
         standardise: bool = True,
+        reward_scale: float | None = None,
         noise_scale: float | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -175,7 +179,12 @@ class NeuralAgent(BanditAgent):
         self.min_data = check_int("min_data", self._owner, min_data)
         self._capacity = check_int("replay_capacity", self._owner, replay_capacity)
         self.calibration = Calibration(
-            num_replicas, standardise=standardise, noise_scale=noise_scale, dtype=dtype, device=device
+            num_replicas,
+            standardise=standardise,
+            reward_scale=reward_scale,
+            noise_scale=noise_scale,
+            dtype=dtype,
+            device=device,
         )
         self.stopped = torch.full((num_replicas,), -1, device=device)
         self._num_updates = 0
@@ -217,7 +226,7 @@ class NeuralAgent(BanditAgent):
 
     def scores(self, contexts: Tensor, index: Tensor | None) -> Float[Tensor, "replicas batch arms"]:
         """Return the scores to maximise, in reward units; equal ones for a stopped replica."""
-        if self.acquisition == "thompson" and index is not None:
+        if index is not None:
             scores = self.scorer.sample(contexts, index, self.exploration_scale)
         elif self.acquisition == "ucb":
             scores = self.scorer.bound(contexts, self.exploration_scale)

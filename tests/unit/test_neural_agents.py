@@ -278,6 +278,8 @@ def test_the_logistic_loss_refuses_standardised_labels() -> None:
     message = "standardise of NeuralEnsemblePP must be False with the logistic loss; got True"
     with pytest.raises(ParameterError, match=message):
         SGD(loss="logistic", standardise=True)
+    with pytest.raises(ParameterError, match="reward_scale of NeuralEnsemblePP must be None with the logistic loss"):
+        SGD(loss="logistic", reward_scale=2.0)
     assert SGD(loss="logistic", standardise=False).calibration.scale.tolist() == [[1.0]] * 2
 
 
