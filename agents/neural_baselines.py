@@ -13,13 +13,14 @@ from typing_extensions import Unpack
 from ensemblepp.acquisition import choose
 from ensemblepp.agents.epinet_model import EpiNetModel
 from ensemblepp.agents.neural_frame import NeuralAgent, NeuralOptions
+from ensemblepp.agents.point_network import PointNetworkAgent
 from ensemblepp.agents.sgd_model import SgdModel
 from ensemblepp.errors import check_choice, check_real
-from ensemblepp.heads import EnsembleNetwork, IndependentEnsemble
+from ensemblepp.heads import IndependentEnsemble
 from ensemblepp.indices import IndexDistribution
 
 
-class NeuralGreedy(NeuralAgent):
+class NeuralGreedy(PointNetworkAgent):
     """Act on a network's output, without exploration; ties are broken at random.
 
     Args:
@@ -44,26 +45,14 @@ class NeuralGreedy(NeuralAgent):
         **options: Unpack[NeuralOptions],
     ) -> None:
         super().__init__(feature_dim, acquisition="greedy", **options)
-        self.network = EnsembleNetwork(
-            feature_dim,
-            hidden_dims,
-            0,
-            num_outputs=self.num_arms or 1,
-            num_replicas=self.num_replicas,
+        self._learn_with(
+            SgdModel,
+            hidden_dims=hidden_dims,
             layer_norm=layer_norm,
-            generator=self.streams["init"],
-            dtype=self.dtype,
-        )
-        self.trainer = self.scorer = SgdModel(
-            self.network,
-            self.calibration,
-            owner=self._owner,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             track_noise=self._track_noise,
-            generator=self.streams["replay"],
         )
-        self.replay = self._build_replay()
 
 
 class NeuralEpsilonGreedy(NeuralGreedy):

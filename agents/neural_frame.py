@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ensemblepp.agents.closed_form_model import ClosedFormModel
 from ensemblepp.agents.frame import ACQUISITIONS, BanditAgent
-from ensemblepp.agents.sgd_model import Optimiser
+from ensemblepp.agents.sgd_model import Steps
 from ensemblepp.calibration import Calibration
 from ensemblepp.errors import ParameterError, check_all, check_choice, check_finite, check_int, check_real, check_shape
 from ensemblepp.indices import IndexDistribution
@@ -71,17 +71,17 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one training update is random in: slots of the buffer, and the loss's update indices if it samples any."""
+    """What one training update is random in: slots of the buffer, and whatever else the trainer draws for it."""
 
     slots: Int[Tensor, "replicas batch"]
-    index: Float[Tensor, "replicas batch samples index_dim"] | None
+    index: Float[Tensor, "replicas *draw"] | None
 
 
 @runtime_checkable
 class Trainer(Protocol):
     """What learns from minibatches of the replay buffer."""
 
-    optimiser: Optimiser
+    optimiser: Steps
 
     @property
     def columns(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]: ...

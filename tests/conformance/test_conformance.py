@@ -13,15 +13,19 @@ from ensemblepp.agents import (
     EpiNet,
     EpsilonGreedy,
     Greedy,
+    LangevinTS,
     LinearAgent,
     LinearEnsemblePP,
     LinearEnsembleSampling,
     LinearThompsonSampling,
     LinUCB,
+    NeuralDropout,
     NeuralEnsemblePP,
     NeuralEpsilonGreedy,
     NeuralGreedy,
     NeuralLinear,
+    NeuralThompson,
+    NeuralUCB,
     RandomFeatureEnsemblePP,
     Uniform,
 )
@@ -66,6 +70,10 @@ NEURAL_AGENTS: dict[str, Any] = {
     "neural_linear": partial(NeuralLinear, refit_period=3, **SMALL),
     "neural_greedy": partial(NeuralGreedy, **SMALL),
     "neural_epsilon_greedy": partial(NeuralEpsilonGreedy, epsilon=0.3, **SMALL),
+    "neural_ucb": partial(NeuralUCB, **SMALL),
+    "neural_thompson": partial(NeuralThompson, **SMALL),
+    "langevin_ts": partial(LangevinTS, **SMALL),
+    "neural_dropout": partial(NeuralDropout, **SMALL),
 }
 FINITE_AGENTS = AGENTS | NEURAL_AGENTS
 # Enough where agents of one family run the same code.
