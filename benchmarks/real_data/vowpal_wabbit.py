@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ensemblepp.types import Decision, Environment, Transition
+from ensemblepp.types import Decision, Environment, StateDict, Transition
 
 
 class VowpalWabbit:
@@ -43,8 +44,9 @@ class VowpalWabbit:
 
     def act(self, contexts: Tensor, mask: Tensor | None = None) -> Decision:
         """Draw one action per replica from the distribution that Vowpal Wabbit predicts."""
+        # Names start with a letter: Vowpal Wabbit uses a number as its own hash, and those of small numbers collide.
         lines = [
-            "|x " + " ".join(f"{place}:{value:.6g}" for place, value in enumerate(row) if value)
+            "|x " + " ".join(f"f{place}:{value:.6g}" for place, value in enumerate(row) if value)
             for row in contexts[:, 0].tolist()
         ]
         every = [learner.predict(line) for learner, line in zip(self._learners, lines, strict=True)]
@@ -60,3 +62,10 @@ class VowpalWabbit:
         for learner, (line, arm, probability), cost in zip(self._learners, self._last, costs, strict=True):
             learner.learn(f"{arm + 1}:{cost}:{probability:.6g} {line}")
         return {}
+
+    def state_dict(self) -> StateDict:
+        """A workspace lives in its library, so that a run cannot be resumed: an error, not a half state."""
+        raise NotImplementedError("Vowpal Wabbit runs from its first decision to its last; it cannot be saved")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> NoReturn:
+        raise NotImplementedError("Vowpal Wabbit runs from its first decision to its last; it cannot be loaded")

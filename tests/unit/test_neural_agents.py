@@ -586,3 +586,18 @@ def test_ensemble_plus_follows_each_member_equally_often() -> None:
         models, counts = torch.unique(scores[r].round(decimals=9), dim=0, return_counts=True)
         assert len(models) == 4
         assert chisquare(counts.numpy()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("num_arms", [None, 3])
+def test_greedy_ensemble_plus_acts_on_the_average_of_its_members(num_arms: int | None) -> None:
+    agent = taught(partial(EnsemblePlus, DIM, index_dim=4, num_arms=num_arms, acquisition="greedy", **SMALL)(), 6)
+    contexts = torch.randn(2, 1, *([DIM] if num_arms else [5, DIM]), generator=make_generator(3, "x"))
+    members = agent.scorer.output(contexts).members
+    torch.testing.assert_close(agent.act(contexts).scores, agent.calibration.restore(members.mean(-1)))
+    assert agent.draw_index(1).unique().tolist() == [0.25]
+
+
+def test_acquisitions_without_a_meaning_are_refused() -> None:
+    for kind in (EnsemblePlus, EpiNet):
+        with pytest.raises(ParameterError, match=f"acquisition of {kind.__name__} must be one of .*; got .ucb."):
+            kind(DIM, acquisition="ucb")
