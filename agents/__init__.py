@@ -1,7 +1,10 @@
 """Agents, one file per family of methods."""
 
+from ensemblepp.agents.dropout import NeuralDropout
 from ensemblepp.agents.frame import BanditAgent
 from ensemblepp.agents.gaussian_process import GaussianProcessOracle
+from ensemblepp.agents.gradient_bonus import NeuralThompson, NeuralUCB
+from ensemblepp.agents.langevin import LangevinTS
 from ensemblepp.agents.linear import LinearAgent, LinearEnsemblePP, default_index_dim
 from ensemblepp.agents.linear_baselines import (
     EpsilonGreedy,
@@ -23,16 +26,20 @@ __all__ = [
     "EpsilonGreedy",
     "GaussianProcessOracle",
     "Greedy",
+    "LangevinTS",
     "LinUCB",
     "LinearAgent",
     "LinearEnsemblePP",
     "LinearEnsembleSampling",
     "LinearThompsonSampling",
     "NeuralAgent",
+    "NeuralDropout",
     "NeuralEnsemblePP",
     "NeuralEpsilonGreedy",
     "NeuralGreedy",
     "NeuralLinear",
+    "NeuralThompson",
+    "NeuralUCB",
     "RandomFeatureEnsemblePP",
     "Uniform",
     "default_index_dim",

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ensemblepp.agents.sgd_model import Optimiser, select_prior
+from ensemblepp.agents.sgd_model import Optimiser, Steps, select_prior
 from ensemblepp.calibration import Calibration, PriorScale
 from ensemblepp.errors import ParameterError, check_int
 from ensemblepp.heads import EnsembleNetwork, PriorEnsemble
@@ -80,7 +80,7 @@ class EpiNetModel:
         )
         self._priors = PriorEnsemble(in_dim, prior_hidden_dims, index_dim, **shared)
         self.num_outputs, self.index_dim = num_outputs, index_dim
-        self.optimiser = Optimiser(self, owner=owner, learning_rate=learning_rate, weight_decay=weight_decay)
+        self.optimiser: Steps = Optimiser(self, owner=owner, learning_rate=learning_rate, weight_decay=weight_decay)
 
     @property
     def blocks(self) -> list[Any]:

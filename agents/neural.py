@@ -80,6 +80,8 @@ class NeuralEnsemblePP(NeuralAgent):
         logistic = loss == "logistic"
         if logistic and options.setdefault("standardise", False):
             raise ParameterError("standardise", owner, "be False with the logistic loss", True)
+        if logistic and options.get("reward_scale") is not None:
+            raise ParameterError("reward_scale", owner, "be None with the logistic loss", options["reward_scale"])
         if logistic and options.get("noise_scale") is None:
             options["noise_scale"] = 0.1
         super().__init__(feature_dim, *laws, **options)

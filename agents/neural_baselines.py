@@ -13,13 +13,14 @@ from typing_extensions import Unpack
 from ensemblepp.acquisition import choose
 from ensemblepp.agents.epinet_model import EpiNetModel
 from ensemblepp.agents.neural_frame import NeuralAgent, NeuralOptions
+from ensemblepp.agents.point_network import PointNetworkAgent
 from ensemblepp.agents.sgd_model import SgdModel
-from ensemblepp.errors import check_real
-from ensemblepp.heads import EnsembleNetwork, IndependentEnsemble
+from ensemblepp.errors import check_choice, check_real
+from ensemblepp.heads import IndependentEnsemble
 from ensemblepp.indices import IndexDistribution
 
 
-class NeuralGreedy(NeuralAgent):
+class NeuralGreedy(PointNetworkAgent):
     """Act on a network's output, without exploration; ties are broken at random.
 
     Args:
@@ -44,26 +45,14 @@ class NeuralGreedy(NeuralAgent):
         **options: Unpack[NeuralOptions],
     ) -> None:
         super().__init__(feature_dim, acquisition="greedy", **options)
-        self.network = EnsembleNetwork(
-            feature_dim,
-            hidden_dims,
-            0,
-            num_outputs=self.num_arms or 1,
-            num_replicas=self.num_replicas,
+        self._learn_with(
+            SgdModel,
+            hidden_dims=hidden_dims,
             layer_norm=layer_norm,
-            generator=self.streams["init"],
-            dtype=self.dtype,
-        )
-        self.trainer = self.scorer = SgdModel(
-            self.network,
-            self.calibration,
-            owner=self._owner,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             track_noise=self._track_noise,
-            generator=self.streams["replay"],
         )
-        self.replay = self._build_replay()
 
 
 class NeuralEpsilonGreedy(NeuralGreedy):
@@ -115,6 +104,7 @@ class EnsemblePlus(NeuralAgent):
     Args:
         feature_dim: d, number of features of an arm or context.
         index_dim: M, number of networks; cost is proportional to it.
+        acquisition: "thompson" follows a member, "greedy" the members' average.
         hidden_dims: Widths of every network's ReLU layers, the prior networks' too.
         prior_scale: Standard deviation of the prior networks' output over the inputs at hand, in standard deviations
             of the reward. Raising it explores more.
@@ -134,6 +124,7 @@ class EnsemblePlus(NeuralAgent):
         feature_dim: int,
         *,
         index_dim: int = 8,
+        acquisition: str = "thompson",
         hidden_dims: Sequence[int] = (64, 64),
         prior_scale: float = 0.35,
         learning_rate: float = 1e-3,
@@ -142,6 +133,7 @@ class EnsemblePlus(NeuralAgent):
     ) -> None:
         laws = [IndexDistribution(law, index_dim) for law in ("one_hot", "gaussian")]
         super().__init__(feature_dim, *laws, **options)
+        self.acquisition = check_choice("acquisition", self._owner, acquisition, ("thompson", "greedy"))
         network = IndependentEnsemble(
             feature_dim,
             hidden_dims,
@@ -165,6 +157,13 @@ class EnsemblePlus(NeuralAgent):
         )
         self.replay = self._build_replay()
 
+    def draw_index(self, batch: int) -> Tensor | None:
+        """Draw one member per decision; a greedy decision weighs all members alike."""
+        if self.acquisition == "greedy":
+            size = (self.num_replicas, batch, self.index_dim)
+            return torch.full(size, 1 / self.index_dim, dtype=self.dtype, device=self.device)
+        return super().draw_index(batch)
+
 
 class EpiNet(NeuralAgent):
     """EpiNet: a base network plus a small network of features and index, and small fixed prior networks.
@@ -172,6 +171,7 @@ class EpiNet(NeuralAgent):
     Args:
         feature_dim: d, number of features of an arm or context.
         index_dim: M, dimension of the Gaussian index.
+        acquisition: "thompson" draws an index, "greedy" acts on the base network.
         hidden_dims: Widths of the base network's ReLU layers.
         epinet_hidden_dims: Widths of the epinet.
         prior_hidden_dims: Widths of each of the M prior networks.
@@ -192,6 +192,7 @@ class EpiNet(NeuralAgent):
         feature_dim: int,
         *,
         index_dim: int = 8,
+        acquisition: str = "thompson",
         hidden_dims: Sequence[int] = (64, 64),
         epinet_hidden_dims: Sequence[int] = (15, 15),
         prior_hidden_dims: Sequence[int] = (5, 5),
@@ -203,6 +204,7 @@ class EpiNet(NeuralAgent):
     ) -> None:
         laws = [IndexDistribution(law, index_dim) for law in ("gaussian", "sphere")]
         super().__init__(feature_dim, *laws, **options)
+        self.acquisition = check_choice("acquisition", self._owner, acquisition, ("thompson", "greedy"))
         self.trainer = self.scorer = EpiNetModel(
             feature_dim,
             hidden_dims,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ensemblepp.agents.closed_form_model import ClosedFormModel
 from ensemblepp.agents.frame import ACQUISITIONS, BanditAgent
-from ensemblepp.agents.sgd_model import Optimiser
+from ensemblepp.agents.sgd_model import Steps
 from ensemblepp.calibration import Calibration
 from ensemblepp.errors import ParameterError, check_all, check_choice, check_finite, check_int, check_real, check_shape
 from ensemblepp.indices import IndexDistribution
@@ -28,6 +28,7 @@ class ModelOptions(TypedDict, total=False):
     num_arms: int | None
     num_replicas: int
     standardise: bool
+    reward_scale: float | None
     noise_scale: float | None
     seed: int
     dtype: torch.dtype
@@ -70,17 +71,17 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one training update is random in: slots of the buffer, and the loss's update indices if it samples any."""
+    """What one training update is random in: slots of the buffer, and whatever else the trainer draws for it."""
 
     slots: Int[Tensor, "replicas batch"]
-    index: Float[Tensor, "replicas batch samples index_dim"] | None
+    index: Float[Tensor, "replicas *draw"] | None
 
 
 @runtime_checkable
 class Trainer(Protocol):
     """What learns from minibatches of the replay buffer."""
 
-    optimiser: Optimiser
+    optimiser: Steps
 
     @property
     def columns(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]: ...
@@ -120,6 +121,8 @@ class NeuralAgent(BanditAgent):
         min_data: Data to have before training starts.
         replay_capacity: Data kept; the oldest are overwritten.
         standardise: Learn rewards in units of their running mean and standard deviation.
+        reward_scale: Standard deviation of the rewards where it is known; None measures it. Give it where rare rewards
+            are far larger than the usual ones: the measured scale cannot know of them before the first.
         noise_scale: Standard deviation of the reward noise, in reward units; None estimates it.
         seed: Root of the agent's random streams "init", "act", "perturb" and "replay".
         dtype: float32 or float64.
@@ -151,6 +154,7 @@ class NeuralAgent(BanditAgent):
         min_data: int = 4,
         replay_capacity: int = 10_000,
         standardise: bool = True,
+        reward_scale: float | None = None,
         noise_scale: float | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -175,7 +179,12 @@ class NeuralAgent(BanditAgent):
         self.min_data = check_int("min_data", self._owner, min_data)
         self._capacity = check_int("replay_capacity", self._owner, replay_capacity)
         self.calibration = Calibration(
-            num_replicas, standardise=standardise, noise_scale=noise_scale, dtype=dtype, device=device
+            num_replicas,
+            standardise=standardise,
+            reward_scale=reward_scale,
+            noise_scale=noise_scale,
+            dtype=dtype,
+            device=device,
         )
         self.stopped = torch.full((num_replicas,), -1, device=device)
         self._num_updates = 0
@@ -217,7 +226,7 @@ class NeuralAgent(BanditAgent):
 
     def scores(self, contexts: Tensor, index: Tensor | None) -> Float[Tensor, "replicas batch arms"]:
         """Return the scores to maximise, in reward units; equal ones for a stopped replica."""
-        if self.acquisition == "thompson" and index is not None:
+        if index is not None:
             scores = self.scorer.sample(contexts, index, self.exploration_scale)
         elif self.acquisition == "ucb":
             scores = self.scorer.bound(contexts, self.exploration_scale)

@@ -10,15 +10,52 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ensemblepp.calibration import Calibration, PriorScale
-from ensemblepp.errors import check_choice, check_int, check_real
+from ensemblepp.errors import ParameterError, check_choice, check_int, check_real
 from ensemblepp.heads import EnsembleNetwork, IndependentEnsemble, IndexedOutput
 from ensemblepp.losses import ensemble_loss, expected_index_loss, logistic_loss, sampled_index_loss
+from ensemblepp.networks import ParameterBlock
 from ensemblepp.types import StateDict
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
+Cache = tuple[list[Tensor], list[Tensor]]
+"""What a network's backward pass needs of its forward pass."""
 
-class Optimiser:
+
+class Steps:
+    """What every rule to move a network's parameters has: their blocks, a step size and a fading weight decay.
+
+    Args:
+        network: Has `blocks`, each with `flat` and its gradient.
+        owner: Whose options these are, for error messages.
+        learning_rate: Step size. Raising it learns faster and less stably.
+        weight_decay: lambda of a decay lambda / n.
+
+    Raises:
+        ParameterError: A value that breaks a rule, by name.
+    """
+
+    def __init__(self, network: Any, *, owner: str, learning_rate: float, weight_decay: float) -> None:
+        self._blocks: list[ParameterBlock] = network.blocks
+        self._weight_decay = check_real("weight_decay", owner, weight_decay, at_least=0.0)
+        self._rate = check_real("learning_rate", owner, learning_rate, above=0.0)
+
+    def step(self, num_data: int, noise: Tensor | None = None) -> None:
+        """Move the parameters along their gradients, plus `noise` where the rule has any."""
+        raise NotImplementedError
+
+    def sound(self, num_replicas: int) -> Bool[Tensor, " replicas"]:
+        """Return, per replica, whether every parameter is finite and small enough to act on."""
+        return torch.stack([block.sound(num_replicas) for block in self._blocks]).all(0)
+
+    def state_dict(self) -> StateDict:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what the rule remembers: nothing."""
+
+
+class Optimiser(Steps):
     """Adam on every parameter block of a network at once, with a weight decay that fades as data arrive.
 
     Decay lambda / n is the gradient of a prior against n data: the more data, the less the prior counts.
@@ -33,22 +70,16 @@ class Optimiser:
     """
 
     def __init__(self, network: Any, *, owner: str, learning_rate: float, weight_decay: float) -> None:
-        self._blocks = network.blocks
-        self._weight_decay = check_real("weight_decay", owner, weight_decay, at_least=0.0)
-        rate = check_real("learning_rate", owner, learning_rate, above=0.0)
-        self._adam = torch.optim.Adam([block.flat for block in self._blocks], lr=rate, fused=True)
+        super().__init__(network, owner=owner, learning_rate=learning_rate, weight_decay=weight_decay)
+        self._adam = torch.optim.Adam([block.flat for block in self._blocks], lr=self._rate, fused=True)
         for block in self._blocks:  # as Adam itself would before its first step, so that a state is always whole
             zeros = {name: torch.zeros_like(block.flat) for name in _MOMENTS}
             self._adam.state[block.flat] = {"step": torch.zeros((), device=block.flat.device), **zeros}
 
-    def step(self, num_data: int) -> None:
+    def step(self, num_data: int, noise: Tensor | None = None) -> None:
         """Move the parameters along their gradients."""
         self._adam.param_groups[0]["weight_decay"] = self._weight_decay / max(num_data, 1)
         self._adam.step()
-
-    def sound(self, num_replicas: int) -> Bool[Tensor, " replicas"]:
-        """Return, per replica, whether every parameter is finite and small enough to act on."""
-        return torch.stack([block.sound(num_replicas) for block in self._blocks]).all(0)
 
     def state_dict(self) -> StateDict:
         state: StateDict = {}
@@ -109,8 +140,12 @@ class SgdModel:
         self.prior_scale = PriorScale(network.num_replicas, prior_scale, owner=owner, device=generator.device)
         self.index_weight = check_real("index_weight", owner, index_weight, above=0.0)
         self.num_update_indices = check_int("num_update_indices", owner, num_update_indices)
-        self.optimiser = Optimiser(network, owner=owner, learning_rate=learning_rate, weight_decay=weight_decay)
+        self.optimiser = self._build_steps(owner=owner, learning_rate=learning_rate, weight_decay=weight_decay)
         self._generator = generator
+
+    def _build_steps(self, **options: Any) -> Steps:
+        """Return the rule that moves the parameters."""
+        return Optimiser(self.network, **options)
 
     @property
     def columns(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -179,7 +214,7 @@ class SgdModel:
         """Take one optimiser step on a minibatch and return its mean loss per replica (denominator: batch size)."""
         x, weight = batch["features"], batch["weight"]
         arm = batch["arm"] if self.network.num_outputs > 1 else None
-        output, cache = self.network.forward(x)
+        output, cache = self._forward(x, index)
         chosen = output if arm is None else output.select(arm)
         if self.network.prior_kind != "none":
             prior = batch.get("prior")
@@ -194,14 +229,24 @@ class SgdModel:
             everywhere = gradient.new_zeros(*output.mean.shape, gradient.shape[-1])
             place = arm[..., None, None].expand(-1, -1, 1, gradient.shape[-1])
             gradient = everywhere.scatter_(2, place, gradient)
-        self.network.backward(cache, gradient)
-        self.optimiser.step(num_data)
+        self._backward(cache, gradient, index)
+        self.optimiser.step(num_data, index)
         return (loss * weight).mean(-1)
+
+    def _forward(self, x: Tensor, index: Tensor | None) -> tuple[IndexedOutput, Cache]:
+        """Return the output that is trained, of which `index` is what one minibatch is random in."""
+        return self.network.forward(x)
+
+    def _backward(self, cache: Cache, gradient: Tensor, index: Tensor | None) -> None:
+        """Write the gradients of what `_forward` returned."""
+        self.network.backward(cache, gradient)
 
     def _loss(self, chosen: IndexedOutput, batch: Mapping[str, Tensor], index: Tensor | None) -> tuple[Tensor, Tensor]:
         perturbation = batch["perturbation"][..., : self.network.index_dim]
         noise = self.calibration.noise.unsqueeze(-1)
-        if index is not None:
+        if self.loss == "logistic":
+            if index is None:
+                raise ParameterError("index", type(self).__name__, "be given with the logistic loss", None)
             return sampled_index_loss(chosen, batch["reward"], perturbation, index, noise, logistic_loss)
         target = self.calibration.standardise(batch["reward"])
         if self.loss == "ensemble":

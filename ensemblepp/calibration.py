@@ -86,7 +86,8 @@ class Calibration:
     """Maps rewards to standardised units and back, and holds the noise level in those units, per replica.
 
     - standardised reward = (y - offset) / scale, with the running mean and standard deviation of all rewards;
-      `standardise=False` keeps offset 0 and scale 1.
+      `standardise=False` keeps offset 0 and scale 1. A given `reward_scale` is the scale from the start: rewards far
+      larger than any seen so far are then still thought possible.
     - noise sd in standardised units: `noise_scale / scale` when it is given in reward units; otherwise estimated by
       the evidence approximation: eta^2 = (residual sum of squares) / (n - gamma), where gamma is the number of
       parameters that the data determine, and at first `initial_noise`.
@@ -96,6 +97,7 @@ class Calibration:
     Args:
         num_replicas: R.
         standardise: Switch of the running standardisation.
+        reward_scale: Standard deviation of the rewards, in reward units; None measures it.
         noise_scale: Noise standard deviation in reward units; None estimates it.
         initial_noise: Noise sd in standardised units until there is an estimate.
         noise_floor: Smallest noise sd, in standardised units: data without noise would otherwise leave no posterior.
@@ -113,6 +115,7 @@ class Calibration:
         num_replicas: int,
         *,
         standardise: bool = True,
+        reward_scale: float | None = None,
         noise_scale: float | None = None,
         initial_noise: float = 0.5,
         noise_floor: float = 0.01,
@@ -121,6 +124,9 @@ class Calibration:
     ) -> None:
         check_int("num_replicas", _OWNER, num_replicas)
         self.standardise_rewards = bool(standardise)
+        self.reward_scale = (
+            None if reward_scale is None else check_real("reward_scale", _OWNER, reward_scale, above=0.0)
+        )
         self.noise_scale = None if noise_scale is None else check_real("noise_scale", _OWNER, noise_scale, above=0.0)
         self.noise_floor = check_real("noise_floor", _OWNER, noise_floor, above=0.0)
         first = check_real("initial_noise", _OWNER, initial_noise, at_least=self.noise_floor)
@@ -128,7 +134,7 @@ class Calibration:
         self.dtype = dtype
         # Rows: offset and scale of rewards, estimated noise sd in standardised units.
         self._offset = torch.zeros(num_replicas, 1, dtype=dtype, device=device)
-        self._scale = torch.ones_like(self._offset)
+        self._scale = torch.full_like(self._offset, self.reward_scale or 1.0)
         self._noise = torch.full_like(self._offset, first)
 
     def observe(self, reward: Float[Tensor, "replicas batch"], weight: Float[Tensor, "replicas batch"]) -> None:
@@ -136,10 +142,12 @@ class Calibration:
         if not self.standardise_rewards:
             return
         self.rewards.add(reward, weight)
+        self._offset = self.rewards.mean.unsqueeze(-1).to(self.dtype)
+        if self.reward_scale is not None:
+            return
         spread = self.rewards.variance.sqrt()
         # One reward has no spread, and rounding must not blow up equal ones.
         usable = spread > 1e-6 * self.rewards.mean.abs().clamp_min(1e-30)
-        self._offset = self.rewards.mean.unsqueeze(-1).to(self.dtype)
         self._scale = torch.where(usable, spread, 1.0).unsqueeze(-1).to(self.dtype)
 
     @property

@@ -170,10 +170,12 @@ class EnsembleNetwork:
         return output if prior is None else output.with_prior(prior, prior_scale)
 
     def forward(
-        self, x: Float[Tensor, "replicas batch in_dim"]
+        self,
+        x: Float[Tensor, "replicas batch in_dim"],
+        dropout: Float[Tensor, "replicas #batch units"] | None = None,
     ) -> tuple[IndexedOutput, tuple[list[Tensor], list[Tensor]]]:
-        """Return the trainable part of the output (no prior), and what `backward` needs."""
-        cache = self.torso.forward(x)
+        """Return the trainable part of the output (no prior), and what `backward` needs; `dropout` as in `MLP`."""
+        cache = self.torso.forward(x, dropout)
         # (columns, batch) rather than (batch, columns): with few columns the product is four times faster so.
         flat = torch.baddbmm(self.head["bias"], self.head["weight"], cache[0][-1].mT).mT
         columns = flat.view(*flat.shape[:2], self.num_outputs, 1 + self.index_dim)
@@ -186,6 +188,7 @@ class EnsembleNetwork:
         self,
         cache: tuple[list[Tensor], list[Tensor]],
         grad: Float[Tensor, "replicas batch out columns"],
+        dropout: Float[Tensor, "replicas #batch units"] | None = None,
     ) -> None:
         """Write the gradients of a loss into the blocks.
 
@@ -193,6 +196,7 @@ class EnsembleNetwork:
             cache: From `forward`.
             grad: Gradient with respect to [mean | members] of every output. The prior functions are constants; where
                 they read the torso's own features no gradient flows through them.
+            dropout: As given to `forward`.
         """
         activations, norms = cache
         features = activations[-1]
@@ -203,7 +207,8 @@ class EnsembleNetwork:
         if self.stop_gradient:
             flat, weight = grad[..., 0], weight[:, :: 1 + self.index_dim]
         # An outer product (one output) is faster as a broadcast than as a matrix product.
-        self.torso.backward(activations, norms, flat * weight if flat.shape[-1] == 1 else flat @ weight)
+        below = flat * weight if flat.shape[-1] == 1 else flat @ weight
+        self.torso.backward(activations, norms, below, dropout)
 
     def state_dict(self) -> StateDict:
         state: StateDict = {"torso": self.torso.parameters.state_dict(), "head": self.head.state_dict()}

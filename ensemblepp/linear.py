@@ -177,8 +177,9 @@ class LinearPosterior:
     ) -> Float[Tensor, "replicas batch arms"]:
         """Return sqrt(x^T Sigma x) = |S^T x| for every arm."""
         if self.num_arms:
-            spread: Tensor = torch.linalg.vector_norm(torch.einsum("rbd,rkde->rbke", contexts, self.root), dim=-1)
-            return spread
+            # A broadcast product reads S in place, where einsum would copy it to another layout first.
+            spread: Tensor = torch.linalg.vector_norm(contexts.unsqueeze(1) @ self.root, dim=-1)
+            return spread.mT
         # In blocks that stay in the cache: with many arms S^T x of all of them is as large as the contexts.
         block = max(1, _CACHED_ENTRIES // (self.num_replicas * self.feature_dim))
         rows = torch.split(contexts.flatten(1, 2), block, dim=1)

@@ -7,7 +7,7 @@ are one batched matrix product per layer and direction, and tests hold them to a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,9 +165,19 @@ class MLP:
         """Return the top activations h."""
         return self.forward(x)[0][-1]
 
-    def forward(self, x: Float[Tensor, "replicas batch in_dim"]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return [x, h_1, ..., h_L], and with layer norm each layer's normalised values and 1/sd, for `backward`."""
+    def forward(
+        self,
+        x: Float[Tensor, "replicas batch in_dim"],
+        dropout: Float[Tensor, "replicas #batch units"] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return [x, h_1, ..., h_L], and with layer norm each layer's normalised values and 1/sd, for `backward`.
+
+        Args:
+            x: Inputs.
+            dropout: What to multiply every h_l by, all layers side by side; all inputs alike where batch is 1.
+        """
         activations, norms = [x], []
+        factors = None if dropout is None else torch.split_with_sizes(dropout, self.hidden_dims, dim=-1)
         for layer in range(len(self.hidden_dims)):
             z = torch.baddbmm(self.parameters[f"bias_{layer}"], activations[-1], self.parameters[f"weight_{layer}"])
             if self.layer_norm:
@@ -175,23 +185,42 @@ class MLP:
                 inverse = (variance + _LAYER_NORM_EPS).rsqrt()
                 z = (z - mean) * inverse
                 norms += [z, inverse]
-                activations.append(z.relu())
+                top = z.relu()
             else:
-                activations.append(z.relu_())
+                top = z.relu_()
+            activations.append(top if factors is None else top.mul_(factors[layer]))
         return activations, norms
 
-    def backward(
-        self, activations: list[Tensor], norms: list[Tensor], grad: Float[Tensor, "replicas batch out_dim"]
-    ) -> None:
-        """Write the gradients of a loss, given its gradient with respect to the top activations, into the block."""
+    def deltas(
+        self,
+        activations: list[Tensor],
+        norms: list[Tensor],
+        grad: Float[Tensor, "replicas batch out_dim"],
+        dropout: Float[Tensor, "replicas #batch units"] | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield each layer and its gradient with respect to h_(l-1) W_l + b_l, the top layer first."""
+        factors = None if dropout is None else torch.split_with_sizes(dropout, self.hidden_dims, dim=-1)
         for layer in reversed(range(len(self.hidden_dims))):
+            # A unit that is dropped is zero, as one below the threshold is.
+            grad = grad if factors is None else grad * factors[layer]
             grad = torch.ops.aten.threshold_backward(grad, activations[layer + 1], 0.0)
             if self.layer_norm:
                 normalised, inverse = norms[2 * layer : 2 * layer + 2]
                 shift = grad.mean(-1, keepdim=True)
                 slope = (grad * normalised).mean(-1, keepdim=True)
                 grad = (grad - shift - normalised * slope) * inverse
-            torch.bmm(activations[layer].mT, grad, out=self.parameters.grad(f"weight_{layer}"))
-            torch.sum(grad, dim=1, keepdim=True, out=self.parameters.grad(f"bias_{layer}"))
+            yield layer, grad
             if layer:
                 grad = grad @ self.parameters[f"weight_{layer}"].mT
+
+    def backward(
+        self,
+        activations: list[Tensor],
+        norms: list[Tensor],
+        grad: Float[Tensor, "replicas batch out_dim"],
+        dropout: Float[Tensor, "replicas #batch units"] | None = None,
+    ) -> None:
+        """Write the gradients of a loss, given its gradient with respect to the top activations, into the block."""
+        for layer, delta in self.deltas(activations, norms, grad, dropout):
+            torch.bmm(activations[layer].mT, delta, out=self.parameters.grad(f"weight_{layer}"))
+            torch.sum(delta, dim=1, keepdim=True, out=self.parameters.grad(f"bias_{layer}"))

@@ -4,6 +4,7 @@ from ensemblepp.envs.classification import ClassificationBandit
 from ensemblepp.envs.datasets import DATASETS, ClassificationData, load_dataset
 from ensemblepp.envs.gym import BanditEnv, register_environments
 from ensemblepp.envs.linear import LinearBandit
+from ensemblepp.envs.mushroom_lottery import MushroomLottery
 from ensemblepp.envs.nonlinear import (
     NeuralClassificationBandit,
     NeuralRegressionBandit,
@@ -19,6 +20,7 @@ __all__ = [
     "ClassificationBandit",
     "ClassificationData",
     "LinearBandit",
+    "MushroomLottery",
     "NeuralClassificationBandit",
     "NeuralRegressionBandit",
     "PoolBandit",

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from ensemblepp.envs.common import add_noise, check_arm, check_setup, check_state
 from ensemblepp.envs.datasets import ClassificationData, Scaling, load_dataset
@@ -107,6 +109,18 @@ class ClassificationBandit:
         blocks.diagonal(dim1=1, dim2=2).copy_(rows.unsqueeze(-1))
         return blocks.flatten(2).unsqueeze(1), None
 
+    @property
+    def label(self) -> Int[Tensor, "replicas 1"]:
+        """Class of each replica's current row: for references that may see it, never for an agent."""
+        return self._labels[self._order[:, self._position]].unsqueeze(1)
+
+    def _draw_reward(
+        self, arm: Tensor, label: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Return the arms' mean rewards, one reward of each, and the best mean on offer."""
+        mean = (arm == label).to(self.dtype)
+        return mean, add_noise(mean, self.noise_scale, generator), 1.0
+
     def step(self, decision: Decision) -> Feedback:
         """Pay 1 where `decision.arm` (replicas, 1) is the label, and deal the next row.
 
@@ -114,13 +128,11 @@ class ClassificationBandit:
             ParameterError: The arm is missing, misshapen or out of range; nothing has moved.
         """
         arm = check_arm(type(self).__name__, decision, self.num_replicas, self._num_arms)
-        label = self._labels[self._order[:, self._position]].unsqueeze(1)
-        mean = (arm == label).to(self.dtype)
-        reward = add_noise(mean, self.noise_scale, self._streams["noise"])
+        mean, reward, best = self._draw_reward(arm, self.label, self._streams["noise"])
         self._position += 1
         if self._position == self._num_rows:
             self._shuffle()
-        return Feedback(reward=reward, regret=1 - mean)
+        return Feedback(reward=reward, regret=best - mean)
 
     def draw_test_points(self, count: int) -> TestPoints:
         """Draw `count` rows per replica with a random arm, its mean and one reward, from a stream of their own.
@@ -134,8 +146,7 @@ class ClassificationBandit:
         size = (self.num_replicas, check_int("count", type(self).__name__, count))
         row = torch.randint(self._num_rows, size, device=self.device, generator=generator)
         arm = torch.randint(self._num_arms, size, device=self.device, generator=generator)
-        mean = (arm == self._labels[row]).to(self.dtype)
-        reward = add_noise(mean, self.noise_scale, generator)
+        mean, reward, _ = self._draw_reward(arm, self._labels[row], generator)
         features = self._features[row]
         if self.per_arm:
             return TestPoints(features, arm, mean, reward)
@@ -173,6 +184,7 @@ class ClassificationBandit:
 
     def _problem(self) -> dict[str, Any]:
         return {
+            "kind": type(self).__name__,
             "dataset": self.data.name,
             "num_rows": self._num_rows,
             "num_arms": self._num_arms,

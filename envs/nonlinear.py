@@ -167,7 +167,10 @@ class PoolBandit:
         shape = (self.num_replicas, self.pool_size)
         keys = torch.rand(shape, generator=generator, device=self.device, dtype=torch.float32)
         place = keys.topk(self._num_arms, dim=-1).indices
-        self._contexts = torch.take_along_dim(self.pool, place.unsqueeze(-1), dim=1).unsqueeze(1)
+        # Rows of one long table: several times faster than gathering element by element.
+        row = place + self.pool_size * torch.arange(self.num_replicas, device=self.device).unsqueeze(-1)
+        rows = self.pool.flatten(0, 1).index_select(0, row.flatten())
+        self._contexts = rows.view(self.num_replicas, 1, self._num_arms, self.feature_dim)
         self._arm_means = self.means.gather(1, place)
         self._best = self._arm_means.amax(dim=-1, keepdim=True)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from benchmarks import common
 from ensemblepp.intervals import bootstrap_interval
 
-OURS = ("exact_ucb", "exact", "sgd", "random_features")
+OURS = ("exact_ucb", "exact", "sgd", "logistic", "published", "random_features")
 YARDSTICKS = ("uniform", "oracle_thompson", "oracle_ucb")
 
 
@@ -128,7 +128,7 @@ def tuning_table(config: Mapping[str, Any], trials: Mapping[str, Any]) -> str:
 def plot(path: Path, config: Mapping[str, Any], cells: Mapping[str, Any]) -> None:
     """Draw each game's regrets relative to uniform play, with 95 % intervals."""
     games = list(config["games"])
-    figure, axes = plt.subplots(2, 3, figsize=(13, 8), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(2, 4, figsize=(16, 9), sharey=True, layout="constrained")
     shown = [method for method in config["methods"] if method not in YARDSTICKS]
     for axis, game in zip(axes.flat, games, strict=True):
         horizon = config["games"][game]["horizon"]

@@ -21,6 +21,8 @@ LINEAR_MODEL: dict[str, dict[str, float]] = {
     "linear": {"noise_scale": 1.0, "prior_covariance": 10.0},
     "vector_quadratic": {"noise_scale": 0.1, "prior_covariance": 1.0},
     "wheel": {"noise_scale": 0.01, "prior_covariance": 2500.0},
+    "wheel_told": {"noise_scale": 0.01, "prior_covariance": 2500.0},
+    "neural_classification": {"noise_scale": 0.5, "prior_covariance": 0.01},
 }
 
 
@@ -52,8 +54,9 @@ def play(
     else:
         if issubclass(kind, agents.LinearAgent):
             options |= LINEAR_MODEL[game]
-        elif kind is not agents.RandomFeatureEnsemblePP:
-            options |= config["network"]
+        elif issubclass(kind, agents.NeuralAgent):
+            network = {} if kind is agents.RandomFeatureEnsemblePP else config["network"]
+            options = {**network, **problem.get("told", {}), **options}
         num_arms = environment.num_arms if environment.per_arm else None
         agent = kind(environment.feature_dim, num_arms=num_arms, **options, **shared)
     runs = run_bandit(agent, environment, horizon)

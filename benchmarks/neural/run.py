@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import common
 from benchmarks.neural import analysis
 from benchmarks.neural.play import FOLDER, load_config, play
-from benchmarks.neural.tune import best
+from benchmarks.search import best
 
 
 def missing(

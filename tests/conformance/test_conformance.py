@@ -13,15 +13,19 @@ from ensemblepp.agents import (
     EpiNet,
     EpsilonGreedy,
     Greedy,
+    LangevinTS,
     LinearAgent,
     LinearEnsemblePP,
     LinearEnsembleSampling,
     LinearThompsonSampling,
     LinUCB,
+    NeuralDropout,
     NeuralEnsemblePP,
     NeuralEpsilonGreedy,
     NeuralGreedy,
     NeuralLinear,
+    NeuralThompson,
+    NeuralUCB,
     RandomFeatureEnsemblePP,
     Uniform,
 )
@@ -30,6 +34,7 @@ from ensemblepp.envs import (
     ClassificationBandit,
     ClassificationData,
     LinearBandit,
+    MushroomLottery,
     NeuralClassificationBandit,
     NeuralRegressionBandit,
     PoolBandit,
@@ -62,10 +67,15 @@ NEURAL_AGENTS: dict[str, Any] = {
     "neural_ensemble_pp_sgd_features": partial(SMALL_PP, head="sgd", prior="features", layer_norm=True),
     "random_feature_ensemble_pp": partial(RandomFeatureEnsemblePP, num_features=5, calibration_data=6, index_dim=3),
     "ensemble_plus": partial(EnsemblePlus, index_dim=3, **SMALL),
+    "ensemble_plus_greedy": partial(EnsemblePlus, index_dim=3, acquisition="greedy", **SMALL),
     "epi_net": partial(EpiNet, index_dim=3, **SMALL),
     "neural_linear": partial(NeuralLinear, refit_period=3, **SMALL),
     "neural_greedy": partial(NeuralGreedy, **SMALL),
     "neural_epsilon_greedy": partial(NeuralEpsilonGreedy, epsilon=0.3, **SMALL),
+    "neural_ucb": partial(NeuralUCB, **SMALL),
+    "neural_thompson": partial(NeuralThompson, **SMALL),
+    "langevin_ts": partial(LangevinTS, **SMALL),
+    "neural_dropout": partial(NeuralDropout, **SMALL),
 }
 FINITE_AGENTS = AGENTS | NEURAL_AGENTS
 # Enough where agents of one family run the same code.
@@ -75,6 +85,7 @@ ONE_PER_HEAD = AGENTS | {
 SAME_AS_ANOTHER = ("neural_ensemble_pp_sgd_ucb", "random_feature_ensemble_pp", "neural_greedy", "neural_epsilon_greedy")
 FEATURES = np.random.default_rng(0).normal(size=(11, 4)).astype(np.float32)
 ROWS = ClassificationData(FEATURES, np.arange(11, dtype=np.int64) % 3, 3)
+TWO_CLASSES = ClassificationData(FEATURES, np.arange(11, dtype=np.int64) % 2, 2)
 
 ENVIRONMENTS: dict[str, Any] = {
     "linear": partial(LinearBandit, 3, 5),
@@ -87,6 +98,8 @@ ENVIRONMENTS: dict[str, Any] = {
     "classification_shared": partial(ClassificationBandit, ROWS),
     "classification_disjoint": partial(ClassificationBandit, ROWS, encoding="disjoint", noise_scale=0.5),
     "digits": ClassificationBandit,
+    "mushroom_lottery": partial(MushroomLottery, TWO_CLASSES),
+    "mushroom_lottery_disjoint": partial(MushroomLottery, TWO_CLASSES, encoding="disjoint", noise_scale=0.5),
     "quadratic": partial(QuadraticBandit, 3, 5, pool_size=9),
     "quadratic_fixed": partial(QuadraticBandit, 3, 5, pool_size=9, arms="fixed"),
     "quadratic_noiseless_whole_pool": partial(QuadraticBandit, 2, 4, pool_size=4, noise_scale=0.0),

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import common
-from benchmarks.neural import analysis, tune
+from benchmarks import common, search
+from benchmarks.neural import analysis
 from benchmarks.neural.play import FOLDER, load_config, play
 from benchmarks.neural_speed import run as speed
 
@@ -38,10 +38,10 @@ def test_every_method_got_the_same_search_and_plays_what_it_found():
         if spec["grid"]:
             tried = [json.loads(key) for key in trials[method]]
             assert len(tried) == 3
-            assert all(each in tried for each in tune.candidates(spec))
+            assert all(each in tried for each in search.candidates(spec))
             played = [cell["options"] for name, cell in results["cells"].items() if name.endswith(f"/{method}")]
             assert len(played) >= 3
-            assert all(tune.best(trials[method]).items() <= options.items() for options in played)
+            assert all(search.best(trials[method]).items() <= options.items() for options in played)
 
 
 def test_a_bar_is_met_at_one_standard_error_by_hand():

@@ -148,6 +148,18 @@ def test_without_standardising_rewards_keep_their_units() -> None:
     assert torch.equal(calibration.restore(rewards), rewards)
 
 
+@pytest.mark.parametrize("standardise", [True, False])
+def test_a_known_reward_scale_is_the_unit_from_the_first_reward_on(standardise: bool) -> None:
+    calibration = make(standardise=standardise, reward_scale=40.0)
+    assert calibration.scale.tolist() == [[40.0]] * REPLICAS
+    rewards = 7 + 3 * normal(REPLICAS, 20)
+    calibration.observe(rewards, torch.ones_like(rewards))
+    assert calibration.scale.tolist() == [[40.0]] * REPLICAS
+    offset = rewards.mean(-1, keepdim=True) if standardise else torch.zeros(REPLICAS, 1, dtype=torch.float64)
+    torch.testing.assert_close(calibration.offset, offset)
+    torch.testing.assert_close(calibration.standardise(rewards), (rewards - offset) / 40)
+
+
 def test_unobserved_rewards_change_no_unit() -> None:
     calibration, rewards = make(), normal(REPLICAS, 6)
     weight = torch.ones_like(rewards)

@@ -30,7 +30,7 @@ def test_every_agent_builds_on_arm_features_and_on_shared_contexts(agent: str, e
 @pytest.mark.parametrize("env", _names("env"))
 def test_every_environment_builds(env: str, request: pytest.FixtureRequest) -> None:
     overrides = [f"env={env}"]
-    if env in ("mushroom", "shuttle", "letter", "adult", "magic", "covertype"):
+    if env in ("mushroom", "mushroom_lottery", "shuttle", "letter", "adult", "magic", "covertype"):
         overrides.append(f"env.data_dir={request.getfixturevalue('data_dir')}")
     _build(*overrides)
 

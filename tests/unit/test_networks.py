@@ -23,14 +23,20 @@ def make(hidden_dims: Sequence[int], **options: Any) -> MLP:
     return MLP(3, hidden_dims, num_replicas=4, generator=generator, **({"dtype": torch.float64} | options))
 
 
-def one_network(network: MLP, x: Tensor, parameters: dict[str, Tensor], replica: int) -> Tensor:
+def one_network(
+    network: MLP, x: Tensor, parameters: dict[str, Tensor], replica: int, dropout: Tensor | None = None
+) -> Tensor:
     """One replica as anybody would write it in torch."""
+    start = 0
     for layer, width in enumerate(network.hidden_dims):
         weight, bias = (parameters[f"{name}_{layer}"][replica] for name in ("weight", "bias"))
         x = torch.nn.functional.linear(x, weight.T, bias[0])
         if network.layer_norm:
             x = torch.nn.functional.layer_norm(x, (width,))
         x = torch.nn.functional.relu(x)
+        if dropout is not None:
+            x = x * dropout[:, start : start + width]
+            start += width
     return x
 
 
@@ -43,15 +49,21 @@ def test_forward_equals_a_loop_over_replicas(hidden_dims: tuple[int, ...], layer
     assert network(x).shape == (4, 6, network.out_dim)
 
 
+@pytest.mark.parametrize("masks", [None, 1, 6])
 @pytest.mark.parametrize("layer_norm", [False, True])
 @pytest.mark.parametrize("hidden_dims", DEPTHS)
-def test_backward_equals_autograd(hidden_dims: tuple[int, ...], layer_norm: bool) -> None:
+def test_backward_equals_autograd(hidden_dims: tuple[int, ...], layer_norm: bool, masks: int | None) -> None:
     network, x = make(hidden_dims, layer_norm=layer_norm), normal(4, 6, 3)
+    dropout = None if masks is None else normal(4, masks, sum(hidden_dims), seed=2).relu()
     top = normal(4, 6, network.out_dim, seed=1)
     parameters = {name: value.requires_grad_() for name, value in network.parameters.state_dict().items()}
-    loop = torch.stack([one_network(network, x[r], parameters, r) for r in range(4)])
+    loop = torch.stack(
+        [one_network(network, x[r], parameters, r, None if dropout is None else dropout[r]) for r in range(4)]
+    )
     network.parameters.flat.grad.fill_(torch.nan)  # whatever is there must be overwritten
-    network.backward(*network.forward(x), top)
+    cache = network.forward(x, dropout)
+    torch.testing.assert_close(cache[0][-1], loop.detach(), rtol=0, atol=1e-12)
+    network.backward(*cache, top, dropout)
     assert len(parameters) == 2 * len(hidden_dims)
     if not parameters:
         return

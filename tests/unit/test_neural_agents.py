@@ -14,11 +14,15 @@ from torch import Tensor
 from ensemblepp.agents import (
     EnsemblePlus,
     EpiNet,
+    LangevinTS,
     NeuralAgent,
+    NeuralDropout,
     NeuralEnsemblePP,
     NeuralEpsilonGreedy,
     NeuralGreedy,
     NeuralLinear,
+    NeuralThompson,
+    NeuralUCB,
     RandomFeatureEnsemblePP,
 )
 from ensemblepp.errors import ParameterError
@@ -45,7 +49,13 @@ EVERY: dict[str, Any] = {
     "epi_net": partial(EpiNet, DIM, index_dim=4, **SMALL),
     "neural_linear": partial(NeuralLinear, DIM, refit_period=3, **SMALL),
     "greedy": partial(NeuralGreedy, DIM, **SMALL),
+    "neural_ucb": partial(NeuralUCB, DIM, **SMALL),
+    "neural_thompson": partial(NeuralThompson, DIM, **SMALL),
+    "langevin_ts": partial(LangevinTS, DIM, **SMALL),
+    "neural_dropout": partial(NeuralDropout, DIM, **SMALL),
 }
+
+ON_ONE_NETWORK = ["neural_ucb", "neural_thompson", "langevin_ts", "neural_dropout"]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -171,7 +181,7 @@ def test_between_refits_every_datum_moves_the_exact_head_as_the_batch_formula_wo
 
 
 @pytest.mark.parametrize("num_arms", [None, ARMS])
-@pytest.mark.parametrize("name", ["exact", "sgd", "logistic", "ensemble_plus", "epi_net"])
+@pytest.mark.parametrize("name", ["exact", "sgd", "logistic", "ensemble_plus", "epi_net", *ON_ONE_NETWORK])
 def test_each_replica_of_a_batch_of_16_equals_the_same_learner_alone(name: str, num_arms: int | None) -> None:
     make = partial(EVERY[name], num_arms=num_arms)
     together = taught(make(num_replicas=16), 3)
@@ -278,6 +288,8 @@ def test_the_logistic_loss_refuses_standardised_labels() -> None:
     message = "standardise of NeuralEnsemblePP must be False with the logistic loss; got True"
     with pytest.raises(ParameterError, match=message):
         SGD(loss="logistic", standardise=True)
+    with pytest.raises(ParameterError, match="reward_scale of NeuralEnsemblePP must be None with the logistic loss"):
+        SGD(loss="logistic", reward_scale=2.0)
     assert SGD(loss="logistic", standardise=False).calibration.scale.tolist() == [[1.0]] * 2
 
 
@@ -300,6 +312,7 @@ def spoil(agent: NeuralAgent, replica: int) -> None:
         "epi_net",
         "neural_linear",
         "greedy",
+        *ON_ONE_NETWORK,
     ],
 )
 def test_a_diverged_replica_is_stopped_acts_uniformly_and_the_others_do_not_notice(
@@ -330,7 +343,9 @@ def test_a_diverged_replica_is_stopped_acts_uniformly_and_the_others_do_not_noti
     assert restored.stopped.tolist() == [-1, 11, -1]
 
 
-@pytest.mark.parametrize("name", ["exact", "sgd", "ensemble_plus", "epi_net", "neural_linear", "greedy"])
+@pytest.mark.parametrize(
+    "name", ["exact", "sgd", "ensemble_plus", "epi_net", "neural_linear", "greedy", *ON_ONE_NETWORK]
+)
 def test_a_learning_rate_that_blows_everything_up_never_raises(name: str) -> None:
     agent = EVERY[name](learning_rate=1e30, updates_per_step=1, dtype=torch.float32)
     for step in range(12):
@@ -571,3 +586,18 @@ def test_ensemble_plus_follows_each_member_equally_often() -> None:
         models, counts = torch.unique(scores[r].round(decimals=9), dim=0, return_counts=True)
         assert len(models) == 4
         assert chisquare(counts.numpy()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("num_arms", [None, 3])
+def test_greedy_ensemble_plus_acts_on_the_average_of_its_members(num_arms: int | None) -> None:
+    agent = taught(partial(EnsemblePlus, DIM, index_dim=4, num_arms=num_arms, acquisition="greedy", **SMALL)(), 6)
+    contexts = torch.randn(2, 1, *([DIM] if num_arms else [5, DIM]), generator=make_generator(3, "x"))
+    members = agent.scorer.output(contexts).members
+    torch.testing.assert_close(agent.act(contexts).scores, agent.calibration.restore(members.mean(-1)))
+    assert agent.draw_index(1).unique().tolist() == [0.25]
+
+
+def test_acquisitions_without_a_meaning_are_refused() -> None:
+    for kind in (EnsemblePlus, EpiNet):
+        with pytest.raises(ParameterError, match=f"acquisition of {kind.__name__} must be one of .*; got .ucb."):
+            kind(DIM, acquisition="ucb")
