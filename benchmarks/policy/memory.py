@@ -18,8 +18,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ensemblepp.policy.advantages import token_energy
+
 from ensemblepp.policy.centered import centered_policy_loss, centered_policy_loss_from_logits
+from ensemblepp.policy.token_baseline import token_energy
 from ensemblepp.policy.vocabulary import energy_from_logits
 
 TASKS = ("energy", "centered")

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ensemblepp.policy.advantages import group_mean_advantages, optimal_token_baseline
+from ensemblepp.policy.advantages import group_mean_advantages
 from ensemblepp.policy.centered import centered_policy_loss_from_logits
 from ensemblepp.policy.presets import Preset, RolloutCorrection, rollout_correction
+from ensemblepp.policy.token_baseline import optimal_token_baseline
 from ensemblepp.policy.trust_region import token_divergences, trust_region_mask
 from ensemblepp.policy.vocabulary import energy_from_logits
 from ensemblepp.seeding import make_generator

@@ -4,22 +4,18 @@ A sampler q wrote the responses, a trainer p learns from them, and the two never
 log-probabilities of each token and a mask of the response's own tokens::
 
     ratios        how far apart they are                   masks, trust_region    what is truncated or left out
-    advantages    what each token is credited with         losses, centered       what is minimised
+    advantages, token_baseline  what is credited           losses, centered       what is minimised
     presets       published updates by name                bounds, tradeoffs      what the update can gain and miss
     fisher, output_layer, moe, information                 what can move, and how much a signal can tell
     schedules, language_agents                             step sizes on a data clock, actions instead of tokens
 """
 
 from ensemblepp.policy.advantages import (
-    GradientNoise,
     generalised_advantages,
-    gradient_noise,
     group_mean_advantages,
     opo_advantages,
-    optimal_token_baseline,
     reward_to_go,
     rloo_advantages,
-    token_energy,
     weighted_advantages,
 )
 from ensemblepp.policy.aggregation import AGGREGATIONS, aggregate
@@ -110,6 +106,7 @@ from ensemblepp.policy.ratios import (
     token_ratios,
 )
 from ensemblepp.policy.schedules import LengthTriggeredDecay, StalenessModel, data_clock_learning_rate, version_lag
+from ensemblepp.policy.token_baseline import GradientNoise, gradient_noise, optimal_token_baseline, token_energy
 from ensemblepp.policy.tradeoffs import (
     ascent_bound,
     critical_length,

@@ -1,13 +1,12 @@
-"""From per-token values to one number: five denominators, and the masking that every loss shares."""
+"""From per-token values to one number: five denominators, and the frozen signal that losses multiply with."""
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from ensemblepp.errors import check_choice, check_finite, check_shape
-from ensemblepp.policy.ratios import check_mask
+from ensemblepp.errors import check_choice
+from ensemblepp.policy.inputs import active_tokens, own_values
 
 AGGREGATIONS = (
     "token_mean",
@@ -45,11 +44,11 @@ def aggregate(
         keep: Tokens that no rule rejected; all by default.
 
     Raises:
-        ParameterError: If `aggregation` is unknown or the shapes do not match.
+        ParameterError: If a kept value is not finite, `aggregation` is unknown or the shapes do not match.
     """
     check_choice("aggregation", "aggregate", aggregation, AGGREGATIONS)
     own, active = active_tokens("aggregate", mask, keep)
-    total = torch.where(active, values, 0.0)
+    total = own_values("values", "aggregate", values, active)
     length = own.sum(1)
     if aggregation.startswith("token"):
         summed = total.sum()
@@ -62,28 +61,12 @@ def aggregate(
     return per_sequence.sum() / (length > 0).sum().clamp(min=1)
 
 
-def active_tokens(owner: str, mask: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the response's own tokens, and those of them that no rule rejected."""
-    own = check_mask(mask, owner)
-    if keep is None:
-        return own, own
-    return own, own & check_shape("keep", owner, keep, "batch, time", own.shape)
-
-
-def active_values(name: str, owner: str, values: Tensor, active: Tensor) -> Tensor:
-    """Return values in float32 or wider, 0 at inactive tokens: NaN there reaches neither result nor gradient."""
-    check_shape(name, owner, values, "batch, time", active.shape)
-    values = torch.where(active, values.to(torch.promote_types(values.dtype, torch.float32)), 0.0)
-    check_finite(name, owner, values)
-    return values
-
-
 def frozen_signal(owner: str, advantages: Tensor, weights: Tensor | None, active: Tensor) -> Tensor:
     """Return w_t A_t without gradient, 0 at inactive tokens.
 
     The weights must be frozen: d(w log p) = w s + log p dw, and the second term is a bias.
     """
-    signal = active_values("advantages", owner, advantages, active).detach()
+    signal = own_values("advantages", owner, advantages, active).detach()
     if weights is None:
         return signal
-    return signal * active_values("weights", owner, weights, active).detach()
+    return signal * own_values("weights", owner, weights, active).detach()

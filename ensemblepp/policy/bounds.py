@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from ensemblepp.errors import check_int, check_real, check_shape
-from ensemblepp.policy.ratios import check_log_ratio, k3, masked_max, masked_sum
+from ensemblepp.errors import ParameterError, check_int, check_real, check_shape
+from ensemblepp.policy.inputs import check_log_ratio, check_values, own_values, sample_weights
+from ensemblepp.policy.ratios import k3, masked_max, masked_sum
 
 Scalar: TypeAlias = float | Float[Tensor, ""]
 
@@ -27,7 +28,7 @@ def tv_from_kl(kl: Scalar) -> Float[Tensor, ""]:
 
     Source: Pinsker's inequality.
     """
-    return (_tensor(kl) / 2).sqrt().clamp(max=1.0)
+    return _pinsker(_bound("kl", "tv_from_kl", kl))
 
 
 def tv_from_chi2(chi2: Scalar, *, sharp: bool = False) -> Float[Tensor, ""]:
@@ -42,7 +43,7 @@ def tv_from_chi2(chi2: Scalar, *, sharp: bool = False) -> Float[Tensor, ""]:
 
     Source: When Speed Kills Stability, part 1.
     """
-    chi2 = _tensor(chi2)
+    chi2 = _bound("chi2", "tv_from_chi2", chi2)
     return (chi2.sqrt() / 2 if sharp else (chi2 / 2).sqrt()).clamp(max=1.0)
 
 
@@ -55,7 +56,8 @@ def expectation_gap_bound(largest: Scalar, tv: Scalar) -> Float[Tensor, ""]:
 
     Source: When Speed Kills Stability, part 1.
     """
-    return 2 * _tensor(largest) * _tensor(tv)
+    owner = "expectation_gap_bound"
+    return 2 * _bound("largest", owner, largest) * _bound("tv", owner, tv)
 
 
 def gradient_bias_bound(score_norm: Scalar, tv_max: Scalar, horizon: int) -> Float[Tensor, ""]:
@@ -68,8 +70,11 @@ def gradient_bias_bound(score_norm: Scalar, tv_max: Scalar, horizon: int) -> Flo
 
     Source: Beyond Precision, theorem 3.1; the naive row of When Speed Kills Stability, part 2.
     """
-    steps = check_int("horizon", "gradient_bias_bound", horizon)
-    return expectation_gap_bound(steps * _tensor(score_norm), steps * _tensor(tv_max))
+    owner = "gradient_bias_bound"
+    steps = check_int("horizon", owner, horizon)
+    return expectation_gap_bound(
+        steps * _bound("score_norm", owner, score_norm), steps * _bound("tv_max", owner, tv_max)
+    )
 
 
 def context_shift_bounds(
@@ -95,9 +100,14 @@ def context_shift_bounds(
 
     Source: Trust Region Masking (arXiv 2512.23075), context shift.
     """
-    before = torch.arange(check_int("horizon", "context_shift_bounds", horizon), dtype=torch.float64)
-    shift = torch.minimum(_grown_tv(before, tv_max), _grown_kl(before, kl_max))
-    return torch.minimum(shift, torch.minimum(_tensor(tv_sequence), tv_from_kl(kl_sequence)))
+    owner = "context_shift_bounds"
+    before = torch.arange(check_int("horizon", owner, horizon), dtype=torch.float64)
+    by_tv = _grown_tv(before, _bound("tv_max", owner, tv_max))
+    by_kl = _grown_kl(before, _bound("kl_max", owner, kl_max))
+    whole = _pinsker(_bound("kl_sequence", owner, kl_sequence))
+    return torch.stack(
+        [by_tv, by_kl, _bound("tv_sequence", owner, tv_sequence).expand(horizon), whole.expand(horizon)]
+    ).amin(0)
 
 
 def surrogate_errors(
@@ -158,7 +168,7 @@ def surrogate_error_bounds(
         reward_range: Largest minus smallest reward.
 
     Raises:
-        ParameterError: If the horizon or the reward range is out of range.
+        ParameterError: If the horizon is not at least 1, or anything else is negative or NaN.
 
     Source: Trust Region Masking (arXiv 2512.23075), theorems on the bound family; "sequence_kl" follows from
         `surrogate_errors`.
@@ -166,15 +176,16 @@ def surrogate_error_bounds(
     owner = "surrogate_error_bounds"
     horizon = check_int("horizon", owner, horizon)
     reward_range = check_real("reward_range", owner, reward_range, at_least=0.0)
-    pinsker = tv_from_kl(kl_max)
-    eps = pinsker if tv_max is None else _tensor(tv_max).clamp(max=1.0)
-    whole = tv_from_kl(kl_sequence)
-    tv_whole = whole if tv_sequence is None else _tensor(tv_sequence).clamp(max=1.0)
-    position_tv = (
-        eps if mean_tv is None else _tensor(check_shape("mean_tv", owner, mean_tv, "horizon", (horizon,))).flip(0)
-    )
+    delta, divergence = _bound("kl_max", owner, kl_max), _bound("kl_sequence", owner, kl_sequence)
+    pinsker, whole = _pinsker(delta), _pinsker(divergence)
+    eps = pinsker if tv_max is None else _bound("tv_max", owner, tv_max).clamp(max=1.0)
+    tv_whole = whole if tv_sequence is None else _bound("tv_sequence", owner, tv_sequence).clamp(max=1.0)
+    position_tv = eps
+    if mean_tv is not None:
+        check_shape("mean_tv", owner, mean_tv, "horizon", (horizon,))
+        position_tv = _bound("mean_tv", owner, mean_tv).flip(0)
     steps = torch.arange(horizon, dtype=torch.float64)
-    by_kl, by_tv = _grown_kl(steps, kl_max), _grown_tv(steps, eps)
+    by_kl, by_tv = _grown_kl(steps, delta), _grown_tv(steps, eps)
     bounds = {
         "classical": 2.0 * horizon * (horizon - 1) * eps.square(),
         "pinsker_marginal_kl": 4 * pinsker * by_kl.sum(),
@@ -184,7 +195,7 @@ def surrogate_error_bounds(
         "coupling": 4 * eps * by_tv.sum(),
         # Step k from the end is token t = T - k, hence the flip of mean_tv above.
         "adaptive": 4 * (position_tv * torch.minimum(by_tv, by_kl)).sum(),
-        "sequence_kl": _tensor(kl_sequence),
+        "sequence_kl": divergence,
     }
     bounds = {name: reward_range * bound for name, bound in bounds.items()}
     return {**bounds, "unified": torch.stack(list(bounds.values())).amin()}
@@ -223,19 +234,18 @@ def gain_decomposition(
         weights: Probabilities of the responses under q, summing to 1, where all of them are enumerated. By default
             the responses are samples and covariances divide by n - 1.
 
+    Raises:
+        ParameterError: If an input is not finite, the weights are no distribution or the shapes do not match.
+
     Source: tangent and remainder of the covariance loss.
     """
     owner = "gain_decomposition"
     own, log_ratio = check_log_ratio(log_ratio, mask, owner)
-    check_shape("rewards", owner, rewards, "batch", own.shape[:1])
+    check_values("rewards", owner, rewards, "batch", own.shape[:1])
     whole = log_ratio.sum(1)
     excess = k3(whole)
-    if weights is None:
-        weights = torch.full_like(rewards, 1 / max(1, len(rewards)))
-        unbiased = len(rewards) / max(1, len(rewards) - 1)
-    else:
-        check_shape("weights", owner, weights, "batch", own.shape[:1])
-        unbiased = 1.0
+    unbiased = len(rewards) / max(1, len(rewards) - 1) if weights is None else 1.0
+    weights = sample_weights(owner, weights, rewards)
     signal = unbiased * weights * (rewards - weights @ rewards)
     everyone = torch.ones_like(rewards, dtype=torch.bool).unsqueeze(1)
     width = masked_max(rewards.unsqueeze(1), everyone) + masked_max(-rewards.unsqueeze(1), everyone)
@@ -267,25 +277,38 @@ def baseline_tangent(
         baseline: b_t, a function of what precedes token t.
         weights: Probabilities under q where all responses are enumerated; samples by default.
 
+    Raises:
+        ParameterError: If an input is not finite, the weights are no distribution or the shapes do not match.
+
     Source: tangent and remainder of the covariance loss.
     """
     owner = "baseline_tangent"
     own, log_ratio = check_log_ratio(log_ratio, mask, owner)
-    check_shape("rewards", owner, rewards, "batch", own.shape[:1])
-    check_shape("baseline", owner, baseline, "batch, time", own.shape)
+    check_values("rewards", owner, rewards, "batch", own.shape[:1])
+    baseline = own_values("baseline", owner, baseline, own)
     value = masked_sum((rewards.unsqueeze(1) - baseline) * log_ratio, own, dim=1)
-    return value.sum() / max(1, len(rewards)) if weights is None else weights @ value
+    return sample_weights(owner, weights, rewards) @ value
 
 
-def _tensor(value: float | Tensor) -> Tensor:
-    """Return the number in float64 on the CPU: bounds are read by people, and some devices lack the type."""
-    return torch.as_tensor(value, dtype=torch.float64, device="cpu")
+def _bound(name: str, owner: str, value: float | Tensor) -> Tensor:
+    """Return a bound in float64 on the CPU: bounds are read by people, and some devices lack the type.
+
+    Infinity is a bound that says nothing.
+    """
+    tensor = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+    if not bool((tensor >= 0).all()):
+        raise ParameterError(name, owner, "be at least 0", value)
+    return tensor
 
 
-def _grown_tv(steps: Tensor, tv_max: Scalar) -> Tensor:
-    return (steps * _tensor(tv_max)).clamp(max=1.0)
+def _pinsker(kl: Tensor) -> Tensor:
+    return (kl / 2).sqrt().clamp(max=1.0)
 
 
-def _grown_kl(steps: Tensor, kl_max: Scalar) -> Tensor:
+def _grown_tv(steps: Tensor, tv_max: Tensor) -> Tensor:
+    return (steps * tv_max).clamp(max=1.0)
+
+
+def _grown_kl(steps: Tensor, kl_max: Tensor) -> Tensor:
     """Return pk(steps * delta); no step makes no difference, even at infinite divergence."""
-    return torch.where(steps > 0, (steps * _tensor(kl_max) / 2).sqrt().clamp(max=1.0), 0.0)
+    return torch.where(steps > 0, _pinsker(steps * kl_max), 0.0)

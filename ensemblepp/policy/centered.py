@@ -12,9 +12,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from ensemblepp.errors import ParameterError, check_choice, check_finite, check_real, check_shape
-from ensemblepp.policy.aggregation import active_tokens, active_values, aggregate, frozen_signal
-from ensemblepp.policy.ratios import log_ratios
+from ensemblepp.errors import ParameterError, check_all, check_choice, check_finite, check_real, check_shape
+from ensemblepp.policy.aggregation import aggregate, frozen_signal
+from ensemblepp.policy.inputs import active_tokens, check_floating, check_tokens, own_values, wide
+from ensemblepp.policy.ratios import log_ratio_of
 from ensemblepp.policy.vocabulary import BLOCK_VALUES, selected_logprobs
 
 CORRECTIONS = {"none": (0.0, math.inf), "tis": (0.0, 2.0), "mis": (0.5, 5.0), "full": (0.0, math.inf)}
@@ -69,15 +70,12 @@ def centered_policy_loss(
     """
     owner = "centered_policy_loss"
     own, active = active_tokens(owner, mask, keep)
-    check_shape("head_trainer_logprob", owner, head_trainer_logprob, "batch, time, k", (*own.shape, None))
-    check_shape("head_sampler_logprob", owner, head_sampler_logprob, "batch, time, k", head_trainer_logprob.shape)
-    # At inactive tokens the signal is 0; there the head only has to be finite.
-    head = torch.where(active.unsqueeze(-1), head_trainer_logprob, -1.0)
-    check_finite("head_trainer_logprob", owner, head)
+    head = _active_rows("head_trainer_logprob", owner, head_trainer_logprob, active)
+    recorded = _active_rows("head_sampler_logprob", owner, head_sampler_logprob, active, head.shape[-1])
     bounds = _bounds(owner, correction, lower, upper)
+    check_finite("head_trainer_logprob", owner, head)
     with torch.no_grad():
-        p = head.exp()
-        q = torch.where(active.unsqueeze(-1), head_sampler_logprob, -1.0).to(head.dtype).exp()
+        p, q = head.exp(), recorded.exp()
         rho = (1 - q.sum(-1)).clamp(min=MASS_FLOOR) / (1 - p.sum(-1)).clamp(min=MASS_FLOOR)
         alpha = _corrected_mass(torch.ones_like(rho), rho, correction, bounds)
         coefficients = _corrected_mass(p, q, correction, bounds) - alpha.unsqueeze(-1) * p
@@ -191,16 +189,16 @@ def dense_centered_policy_loss(
     """
     owner = "dense_centered_policy_loss"
     own, active = active_tokens(owner, mask, keep)
-    check_shape("trainer_logprobs", owner, trainer_logprobs, "batch, time, vocab", (*own.shape, None))
-    check_shape("sampler_logprobs", owner, sampler_logprobs, "batch, time, vocab", trainer_logprobs.shape)
+    trainer = _active_rows("trainer_logprobs", owner, trainer_logprobs, active)
+    sampler = _active_rows("sampler_logprobs", owner, sampler_logprobs, active, trainer.shape[-1])
     bounds = _bounds(owner, correction, lower, upper)
-    trainer = torch.where(active.unsqueeze(-1), trainer_logprobs, -1.0)
-    sampler = torch.where(active.unsqueeze(-1), sampler_logprobs, -1.0)
     with torch.no_grad():
         coefficients = _corrected_mass(trainer.exp(), sampler.exp(), correction, bounds)
-    # A token without mass has log p = -inf, and 0 * inf is NaN.
-    drift = (coefficients * torch.where(coefficients > 0, trainer, 0.0)).sum(-1)
-    chosen = torch.where(active, tokens, 0).unsqueeze(-1)
+    # A token without mass may have log p = -inf, and 0 * inf is NaN.
+    weighed = torch.where(coefficients > 0, trainer, 0.0)
+    check_finite("trainer_logprobs", owner, weighed)
+    drift = (coefficients * weighed).sum(-1)
+    chosen = check_tokens("tokens", owner, tokens, active, trainer.shape[-1]).unsqueeze(-1)
     trainer_logprob, sampler_logprob = (each.gather(-1, chosen).squeeze(-1) for each in (trainer, sampler))
     return _centered(
         owner,
@@ -228,11 +226,23 @@ def _centered(
 ) -> Tensor:
     """Return -agg(A (f(r_y) log p_y - drift)); `tokens` are own, active and keep."""
     own, active, keep = tokens
-    ratio = log_ratios(trainer_logprob.detach(), sampler_logprob.detach(), active).exp()
+    given = {"trainer_logprob": trainer_logprob, "sampler_logprob": sampler_logprob}
+    ratio = log_ratio_of(owner, active, given).detach().exp()
     weight = _corrected_mass(ratio, torch.ones_like(ratio), correction, bounds)
-    logprob = active_values("trainer_logprob", owner, trainer_logprob, active)
+    logprob = own_values("trainer_logprob", owner, trainer_logprob, active)
     signal = frozen_signal(owner, advantages, None, active)
     return aggregate(-signal * (weight * logprob - drift), own, aggregation, keep=keep)
+
+
+def _active_rows(name: str, owner: str, logprob: Tensor, active: Tensor, size: int | None = None) -> Tensor:
+    """Return log-probabilities (batch, time, size) in float32 or wider, and any finite ones at inactive tokens.
+
+    Their signal is 0 there. A token with log-probability -inf is one that the policy excludes.
+    """
+    check_floating(name, owner, check_shape(name, owner, logprob, "batch, time, tokens", (*active.shape, size)))
+    rows = torch.where(active.unsqueeze(-1), logprob.to(wide(logprob.dtype)), -1.0)
+    check_all(name, owner, "be finite or -inf", rows < math.inf, rows)
+    return rows
 
 
 def _corrected_mass(p: Tensor, q: Tensor, correction: str, bounds: tuple[float, float]) -> Tensor:

@@ -3,7 +3,8 @@
 With centred scores S of responses drawn from q (on-policy, or centred under q), the expected gradient is Cov_q(A, S)
 and F = Cov_q(S). A parameter without variance cannot move whatever the reward; the reward decides among the others.
 
-Weights are the probabilities of the responses under q where all are enumerated, else 1 / n each.
+Weights are the probabilities of the responses under q where all are enumerated, else 1 / n each. A score or signal
+that is not finite, weights that are no distribution and shapes that do not match raise a ParameterError.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ensemblepp.errors import check_real, check_shape
+from ensemblepp.errors import check_real
+from ensemblepp.policy.inputs import check_values, sample_weights
 
 
 class Cap(NamedTuple):
@@ -118,7 +120,8 @@ def log_odds_speed(
 
     Source: log-odds speed limit.
     """
-    check_shape("difference", "log_odds_speed", difference, "parameters", scores.shape[1:])
+    check_values("scores", "log_odds_speed", scores, "batch, parameters", (None, None))
+    check_values("difference", "log_odds_speed", difference, "parameters", scores.shape[1:])
     return Cap(
         *(cap.squeeze(0) for cap in gradient_caps((scores @ difference).unsqueeze(1), advantages, weights=weights))
     )
@@ -163,14 +166,13 @@ def _rare(owner: str, probability: float) -> float:
 
 
 def _centred(owner: str, scores: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    if weights is None:
-        weights = scores.new_full(scores.shape[:1], 1 / max(1, len(scores)))
-    check_shape("weights", owner, weights, "batch", scores.shape[:1])
+    check_values("scores", owner, scores, "batch, parameters", (None, None))
+    weights = sample_weights(owner, weights, scores)
     return weights, scores - weights @ scores
 
 
 def _signal(owner: str, advantages: Tensor, weights: Tensor) -> Tensor:
-    check_shape("advantages", owner, advantages, "batch", weights.shape)
+    check_values("advantages", owner, advantages, "batch", weights.shape)
     return advantages - weights @ advantages
 
 

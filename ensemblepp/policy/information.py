@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ensemblepp.errors import check_choice, check_int, check_real, check_shape
+from ensemblepp.errors import check_all, check_choice, check_int, check_real, check_shape
+from ensemblepp.policy.inputs import check_distribution, check_floating, check_integers, check_not_nan, check_values
 
 SIGNALS = ("scalar", "terminal", "dense")
 
@@ -23,9 +24,11 @@ def entropy(probabilities: Float[Tensor, "*lead outcomes"]) -> Float[Tensor, "*l
 
     Args:
         probabilities: Summing to 1 along the last axis.
+
+    Raises:
+        ParameterError: If they are no distribution.
     """
-    values: Tensor = torch.special.entr(probabilities)
-    return values.sum(-1) / math.log(2)
+    return _entropy(check_distribution("probabilities", "entropy", probabilities))
 
 
 def binary_entropy(probability: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -33,8 +36,11 @@ def binary_entropy(probability: Float[Tensor, "*shape"]) -> Float[Tensor, "*shap
 
     Args:
         probability: Of passing, given the response and the history.
+
+    Raises:
+        ParameterError: If one is not in [0, 1].
     """
-    return entropy(torch.stack([probability, 1 - probability], -1))
+    return _binary_entropy("probability", "binary_entropy", probability)
 
 
 def mutual_information(joint: Float[Tensor, "*lead rows columns"]) -> Float[Tensor, "*lead"]:
@@ -42,8 +48,11 @@ def mutual_information(joint: Float[Tensor, "*lead rows columns"]) -> Float[Tens
 
     Args:
         joint: Summing to 1 over the last two axes.
+
+    Raises:
+        ParameterError: If it is no distribution.
     """
-    return entropy(joint.sum(-1)) + entropy(joint.sum(-2)) - entropy(joint.flatten(-2))
+    return _mutual_information(check_distribution("joint", "mutual_information", joint, (-2, -1)))
 
 
 def conditional_information(joint: Float[Tensor, "conditions rows columns"]) -> Float[Tensor, ""]:
@@ -51,9 +60,16 @@ def conditional_information(joint: Float[Tensor, "conditions rows columns"]) -> 
 
     Args:
         joint: Probabilities of (condition, row, column), summing to 1.
+
+    Raises:
+        ParameterError: If it is no distribution.
     """
+    owner = "conditional_information"
+    check_distribution(
+        "joint", owner, check_shape("joint", owner, joint, "conditions, rows, columns", (None,) * 3), (0, 1, 2)
+    )
     weight = joint.sum((1, 2))
-    return weight @ mutual_information(joint / torch.where(weight > 0, weight, 1.0)[:, None, None])
+    return weight @ _mutual_information(joint / torch.where(weight > 0, weight, 1.0)[:, None, None])
 
 
 def quantise(values: Float[Tensor, "*shape"], levels: int, *, low: float, high: float) -> Float[Tensor, "*shape"]:
@@ -68,8 +84,12 @@ def quantise(values: Float[Tensor, "*shape"], levels: int, *, low: float, high: 
         low: The smallest level.
         high: The largest level.
 
+    Raises:
+        ParameterError: If a value is NaN or an option is out of range.
+
     Source: information bandwidth of policy-gradient signals.
     """
+    check_not_nan("values", "quantise", check_floating("values", "quantise", values))
     levels = check_int("levels", "quantise", levels, minimum=2)
     low = check_real("low", "quantise", low)
     step = (check_real("high", "quantise", high, above=low) - low) / (levels - 1)
@@ -93,19 +113,20 @@ def signal_information(
         best: Label of the best policy under each parameter; by default all differ.
 
     Raises:
-        ParameterError: If the shapes do not match.
+        ParameterError: If a signal is not finite, the prior is no distribution or the shapes do not match.
 
     Source: information bandwidth of policy-gradient signals.
     """
     owner = "signal_information"
-    check_shape("prior", owner, prior, "parameters", signals.shape[:1])
+    check_values("signals", owner, signals, "parameters, size", (None, None))
+    check_distribution("prior", owner, check_shape("prior", owner, prior, "parameters", signals.shape[:1]))
     outcomes, outcome = torch.unique(signals, dim=0, return_inverse=True)
-    label = (
-        torch.arange(len(prior), device=prior.device) if best is None else torch.unique(best, return_inverse=True)[1]
-    )
-    check_shape("best", owner, label, "parameters", prior.shape)
+    if best is None:
+        best = torch.arange(len(prior), device=prior.device)
+    check_integers("best", owner, check_shape("best", owner, best, "parameters", prior.shape))
+    label = torch.unique(best, return_inverse=True)[1]
     joint = prior.new_zeros(len(prior), len(outcomes)).index_put_((label, outcome), prior, accumulate=True)
-    return mutual_information(joint)
+    return _mutual_information(joint)
 
 
 def noisy_information(
@@ -118,12 +139,16 @@ def noisy_information(
         prior: Probability of each parameter given the history.
 
     Raises:
-        ParameterError: If the shapes do not match.
+        ParameterError: If the prior or a row of the likelihood is no distribution or the shapes do not match.
 
     Source: information bandwidth of policy-gradient signals.
     """
-    check_shape("prior", "noisy_information", prior, "parameters", likelihood.shape[:1])
-    return entropy(prior @ likelihood) - prior @ entropy(likelihood)
+    owner = "noisy_information"
+    check_distribution(
+        "likelihood", owner, check_shape("likelihood", owner, likelihood, "parameters, outcomes", (None, None))
+    )
+    check_distribution("prior", owner, check_shape("prior", owner, prior, "parameters", likelihood.shape[:1]))
+    return _entropy(prior @ likelihood) - prior @ _entropy(likelihood)
 
 
 def group_information_bound(pass_probability: Float[Tensor, "*lead rollouts"]) -> Float[Tensor, "*lead"]:
@@ -132,9 +157,12 @@ def group_information_bound(pass_probability: Float[Tensor, "*lead rollouts"]) -
     Args:
         pass_probability: Of each rollout, given the response and the history.
 
+    Raises:
+        ParameterError: If one is not in [0, 1].
+
     Source: information bandwidth of policy-gradient signals.
     """
-    return binary_entropy(pass_probability).sum(-1)
+    return _binary_entropy("pass_probability", "group_information_bound", pass_probability).sum(-1)
 
 
 def episode_bound(levels: int, signal: str, *, horizon: int = 1) -> float:
@@ -196,3 +224,18 @@ def td_errors(
     """
     check_shape("values", "td_errors", values, "..., time", rewards.shape)
     return rewards - rewards_from_returns(values, discount)
+
+
+def _entropy(probabilities: Tensor) -> Tensor:
+    values: Tensor = torch.special.entr(probabilities)
+    return values.sum(-1) / math.log(2)
+
+
+def _binary_entropy(name: str, owner: str, probability: Tensor) -> Tensor:
+    check_floating(name, owner, probability)
+    check_all(name, owner, "be in [0, 1]", (probability >= 0) & (probability <= 1), probability)
+    return _entropy(torch.stack([probability, 1 - probability], -1))
+
+
+def _mutual_information(joint: Tensor) -> Tensor:
+    return _entropy(joint.sum(-1)) + _entropy(joint.sum(-2)) - _entropy(joint.flatten(-2))

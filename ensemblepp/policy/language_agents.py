@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import check_all, check_int, check_shape
-from ensemblepp.policy.ratios import check_log_ratio
+from ensemblepp.policy.inputs import check_floating, check_integers, check_log_ratio, check_values
 
 
 class ParsedActions(NamedTuple):
@@ -59,7 +59,7 @@ def macro_logprobs(
         num_actions: Actions there are.
 
     Raises:
-        ParameterError: If an action is out of range or the shapes do not match.
+        ParameterError: If a value is NaN, an action is out of range or the shapes do not match.
 
     Source: mathematical framework of language agents, macro-policy.
     """
@@ -92,13 +92,16 @@ def macro_scores(
         num_actions: Actions there are.
 
     Raises:
-        ParameterError: If an action is out of range or the shapes do not match.
+        ParameterError: If a value is NaN, an action is out of range or the shapes do not match.
 
     Source: Rao-Blackwell theorem on the macro-policy.
     """
-    check_shape("scores", "macro_scores", scores, "strings, parameters", (len(string_logprob), None))
+    check_shape("string_logprob", "macro_scores", string_logprob, "strings", (None,))
+    check_values("scores", "macro_scores", scores, "strings, parameters", (len(string_logprob), None))
     total = macro_logprobs(string_logprob, action, num_actions)
-    share = (string_logprob - total[action]).exp().unsqueeze(1)
+    # A string without probability has no share, and -inf - (-inf) is NaN.
+    gap = torch.where(string_logprob > -torch.inf, string_logprob - total[action], -torch.inf)
+    share = gap.exp().unsqueeze(1)
     return scores.new_zeros(num_actions, scores.shape[1]).index_add(0, action, share * scores)
 
 
@@ -126,7 +129,7 @@ def turn_log_ratios(
     owner = "turn_log_ratios"
     own, log_ratio = check_log_ratio(log_ratio, mask, owner)
     num_turns = check_int("num_turns", owner, num_turns)
-    check_shape("turn", owner, turn, "batch, time", own.shape)
+    check_integers("turn", owner, check_shape("turn", owner, turn, "batch, time", own.shape))
     index = torch.where(own, turn, 0).long()
     check_all("turn", owner, f"be in 0 .. {num_turns - 1}", (index >= 0) & (index < num_turns), turn)
     zeros = log_ratio.new_zeros(len(log_ratio), num_turns)
@@ -170,6 +173,8 @@ class AgentState:
 
 def _check_actions(owner: str, string_logprob: Tensor, action: Tensor, num_actions: int) -> Tensor:
     num_actions = check_int("num_actions", owner, num_actions)
-    check_shape("action", owner, action, "strings", string_logprob.shape[-1:])
+    check_floating("string_logprob", owner, string_logprob)
+    check_all("string_logprob", owner, "be finite or -inf", string_logprob < torch.inf, string_logprob)
+    check_integers("action", owner, check_shape("action", owner, action, "strings", string_logprob.shape[-1:]))
     check_all("action", owner, f"be in 0 .. {num_actions - 1}", (action >= 0) & (action < num_actions), action)
     return action.long()

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ensemblepp.errors import check_choice, check_real
 from ensemblepp.policy.advantages import check_group, lead_over_group
-from ensemblepp.policy.aggregation import active_tokens, active_values, aggregate, frozen_signal
-from ensemblepp.policy.ratios import log_ratios
+from ensemblepp.policy.aggregation import aggregate, frozen_signal
+from ensemblepp.policy.inputs import active_tokens, own_values
+from ensemblepp.policy.ratios import log_ratio_of
 
 DIVERGENCES = ("tv", "kl")
 
@@ -48,7 +49,7 @@ def reinforce_loss(
     """
     owner = "reinforce_loss"
     own, active = active_tokens(owner, mask, keep)
-    logprob = active_values("trainer_logprob", owner, trainer_logprob, active)
+    logprob = own_values("trainer_logprob", owner, trainer_logprob, active)
     return aggregate(-frozen_signal(owner, advantages, weights, active) * logprob, own, aggregation, keep=keep)
 
 
@@ -89,7 +90,7 @@ def ppo_clip_loss(
     """
     owner = "ppo_clip_loss"
     own, active = active_tokens(owner, mask, keep)
-    log_ratio = log_ratios(trainer_logprob, old_logprob.detach(), active)
+    log_ratio = _log_ratio(owner, trainer_logprob, old_logprob, active)
     objective = _clipped(owner, log_ratio, advantages, active, clip_low, clip_high, dual_clip)
     return aggregate(-_weighted(owner, objective, weights, active), own, aggregation, keep=keep)
 
@@ -132,7 +133,7 @@ def gspo_loss(
     """
     owner = "gspo_loss"
     own, active = active_tokens(owner, mask, keep)
-    log_ratio = log_ratios(trainer_logprob, old_logprob.detach(), own)
+    log_ratio = _log_ratio(owner, trainer_logprob, old_logprob, own)
     frozen = log_ratio.detach()
     mean = frozen.sum(1, keepdim=True) / own.sum(1, keepdim=True).clamp(min=1)
     objective = _clipped(owner, mean + (log_ratio - frozen), advantages, active, clip_low, clip_high, None)
@@ -173,8 +174,8 @@ def cispo_loss(
     lower = check_real("lower", owner, lower, at_least=0.0)
     upper = check_real("upper", owner, upper, above=lower)
     own, active = active_tokens(owner, mask, keep)
-    ratio = log_ratios(trainer_logprob.detach(), old_logprob.detach(), active).exp().clamp(lower, upper)
-    logprob = active_values("trainer_logprob", owner, trainer_logprob, active)
+    ratio = _log_ratio(owner, trainer_logprob, old_logprob, active).detach().exp().clamp(lower, upper)
+    logprob = own_values("trainer_logprob", owner, trainer_logprob, active)
     signal = frozen_signal(owner, advantages, weights, active)
     return aggregate(-signal * ratio * logprob, own, aggregation, keep=keep)
 
@@ -223,9 +224,9 @@ def dppo_loss(
     threshold = check_real("threshold", owner, threshold, at_least=0.0)
     upper = check_real("upper", owner, upper, above=0.0)
     own, active = active_tokens(owner, mask, keep)
-    log_ratio = log_ratios(trainer_logprob.detach(), old_logprob.detach(), active)
-    logprob = active_values("trainer_logprob", owner, trainer_logprob, active)
-    new, old = logprob.detach().exp(), active_values("old_logprob", owner, old_logprob.detach(), active).exp()
+    log_ratio = _log_ratio(owner, trainer_logprob, old_logprob, active).detach()
+    logprob = own_values("trainer_logprob", owner, trainer_logprob, active)
+    new, old = logprob.detach().exp(), own_values("old_logprob", owner, old_logprob, active).detach().exp()
     distance = (new - old).abs() if divergence == "tv" else _binary_kl(old, new, log_ratio)
     signal = frozen_signal(owner, advantages, weights, active)
     outward = torch.where(signal > 0, new > old, new < old)
@@ -271,11 +272,18 @@ def covariance_loss(
     own, rewards, pairs = check_group(owner, rewards, mask, group, keep)
     _, active = active_tokens(owner, mask, keep)
     if sampler_logprob is None:
-        moved = active_values("trainer_logprob", owner, trainer_logprob, active)
+        moved = own_values("trainer_logprob", owner, trainer_logprob, active)
     else:
-        moved = log_ratios(trainer_logprob, sampler_logprob.detach(), active)
+        given = {"trainer_logprob": trainer_logprob, "sampler_logprob": sampler_logprob}
+        moved = log_ratio_of(owner, active, given, frozen_reference=True)
     signal = lead_over_group(rewards, pairs) / (pairs.sum(1) - 1).clamp(min=1)
     return aggregate(-signal.unsqueeze(1) * moved, own, "sequence_mean_token_sum", keep=keep)
+
+
+def _log_ratio(owner: str, trainer_logprob: Tensor, old_logprob: Tensor, active: Tensor) -> Tensor:
+    """Return log r_t = log p(y_t) - log p_old(y_t), with gradient to the trainer alone."""
+    given = {"trainer_logprob": trainer_logprob, "old_logprob": old_logprob}
+    return log_ratio_of(owner, active, given, frozen_reference=True)
 
 
 def _clipped(
@@ -290,7 +298,7 @@ def _clipped(
     """Return min(r A, clip(r) A), bounded below by `dual_clip` A where A is negative."""
     clip_low = check_real("clip_low", owner, clip_low, at_least=0.0, at_most=1.0)
     clip_high = check_real("clip_high", owner, clip_high, at_least=0.0)
-    advantages = active_values("advantages", owner, advantages, active).detach()
+    advantages = own_values("advantages", owner, advantages, active).detach()
     ratio = log_ratio.exp()
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip is None:
@@ -301,7 +309,7 @@ def _clipped(
 
 def _weighted(owner: str, objective: Tensor, weights: Tensor | None, active: Tensor) -> Tensor:
     """Return the objective times frozen weights."""
-    return objective if weights is None else objective * active_values("weights", owner, weights, active).detach()
+    return objective if weights is None else objective * own_values("weights", owner, weights, active).detach()
 
 
 def _binary_kl(old: Tensor, new: Tensor, log_ratio: Tensor) -> Tensor:

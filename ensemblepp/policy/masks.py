@@ -15,10 +15,10 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError, check_choice, check_real
+from ensemblepp.policy.inputs import check_log_ratio
 from ensemblepp.policy.ratios import (
     CLAMP,
     ESTIMATORS,
-    check_log_ratio,
     masked_max,
     masked_mean,
     masked_sum,
@@ -161,20 +161,30 @@ def rejection_mask(
     """
     owner = "rejection_mask"
     own, log_ratio = check_log_ratio(log_ratio, mask, owner)
-    names = [name.strip() for name in options.split(",")]
+    keep = own
+    for level, estimator, lower, upper in read_tests(owner, options, thresholds):
+        statistic = _LEVELS[level](ESTIMATORS[estimator](log_ratio), own)
+        passed = _within_ratio(-statistic, lower, upper) if estimator == "k1" else statistic <= upper
+        keep = keep & (passed if level == "token" else passed.unsqueeze(1))
+    return keep
+
+
+def read_tests(owner: str, options: str, thresholds: float | str) -> list[tuple[str, str, float, float]]:
+    """Return (level, estimator, lower, upper) of every test that `rejection_mask` is asked for.
+
+    Raises:
+        ParameterError: If an option is unknown, a threshold cannot be read or their numbers differ.
+    """
+    names = [name.strip() for name in str(options).split(",")]
     limits = [limit.strip() for limit in str(thresholds).split(",")]
     if len(limits) not in (1, len(names)):
         raise ParameterError("thresholds", owner, f"be one, or one per option ({len(names)})", repr(thresholds))
-    keep = own
-    for name, limit in zip(names, limits * len(names) if len(limits) == 1 else limits, strict=False):
+    tests = []
+    for name, limit in zip(names, limits * len(names) if len(limits) == 1 else limits, strict=True):
         level, _, estimator = check_choice("options", owner, name, REJECTIONS).rpartition("_")
-        statistic = _LEVELS[level](ESTIMATORS[estimator](log_ratio), own)
-        if estimator == "k1":
-            passed = _within_ratio(-statistic, *_read_interval(owner, limit))
-        else:
-            passed = statistic <= _read(owner, limit)
-        keep = keep & (passed if level == "token" else passed.unsqueeze(1))
-    return keep
+        bounds = _read_interval(owner, limit) if estimator == "k1" else (0.0, _read(owner, limit))
+        tests.append((level, estimator, *bounds))
+    return tests
 
 
 def _bounds(owner: str, lower: float, upper: float) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError, check_choice, check_int, check_shape
+from ensemblepp.policy.inputs import check_floating, check_mask, check_not_nan
 
 GATES = ("softmax", "sigmoid")
 
@@ -31,9 +32,9 @@ def topk_gates(
             outside the set still enter the denominator, and the blackout is not exact.
 
     Raises:
-        ParameterError: If k is not in 1..experts or `gate` is unknown.
+        ParameterError: If k is not in 1..experts, a logit is NaN or `gate` is unknown.
     """
-    chosen = topk_set(router_logits, k)
+    chosen = _top("topk_gates", "router_logits", router_logits, k)
     if check_choice("gate", "topk_gates", gate, GATES) == "sigmoid":
         return torch.where(chosen, router_logits.sigmoid(), 0.0)
     if renormalise:
@@ -42,10 +43,12 @@ def topk_gates(
 
 
 def topk_set(router_logits: Float[Tensor, "*lead experts"], k: int) -> Bool[Tensor, "*lead experts"]:
-    """Return which experts are among the k largest logits; of equal logits, as many as fit."""
-    _check_k("topk_set", router_logits, k)
-    index = router_logits.detach().topk(k, dim=-1).indices
-    return torch.zeros_like(router_logits, dtype=torch.bool).scatter(-1, index, True)
+    """Return which experts are among the k largest logits; of equal logits, as many as fit.
+
+    Raises:
+        ParameterError: If k is not in 1..experts or a logit is NaN.
+    """
+    return _top("topk_set", "router_logits", router_logits, k)
 
 
 def topk_mixture(
@@ -67,6 +70,9 @@ def topk_mixture(
         k: Experts per token.
         gate: See `topk_gates`.
         renormalise: See `topk_gates`.
+
+    Raises:
+        ParameterError: As `topk_gates`, or if the shapes do not match.
     """
     _check_outputs("topk_mixture", router_logits, expert_outputs)
     gates = topk_gates(router_logits, k, gate=gate, renormalise=renormalise)
@@ -111,7 +117,7 @@ def switch_jump(
         ParameterError: If k is not in 1..experts - 1 or the shapes do not match.
     """
     owner = "switch_jump"
-    _check_k(owner, router_logits, k, leave=1)
+    _check_k(owner, "router_logits", router_logits, k, leave=1)
     _check_outputs(owner, router_logits, expert_outputs)
     values, order = router_logits.topk(k + 1, dim=-1)
     last, rival = order[..., k - 1 : k], order[..., k : k + 1]
@@ -136,14 +142,35 @@ def switch_rate(
         sampler_router_logits: h as recorded by the sampler.
         k: Experts per token.
         mask: Which tokens count; all by default.
+
+    Raises:
+        ParameterError: If k is not in 1..experts, a counted logit is NaN or the shapes do not match.
     """
-    changed = (topk_set(trainer_router_logits, k) != topk_set(sampler_router_logits, k)).any(-1)
-    counted = torch.ones_like(changed) if mask is None else mask
-    return (changed & counted).sum() / counted.sum().clamp(min=1)
+    owner, lead = "switch_rate", trainer_router_logits.shape[:-1]
+    check_shape("sampler_router_logits", owner, sampler_router_logits, "*lead, experts", trainer_router_logits.shape)
+    counted = trainer_router_logits.new_ones(lead, dtype=torch.bool)
+    if mask is not None:
+        counted = check_mask(check_shape("mask", owner, mask, "*lead", lead).reshape(1, -1), owner).view(lead)
+    # Where no token counts, routers may hold anything.
+    trainer, sampler = (
+        _top(owner, name, torch.where(counted.unsqueeze(-1), logits, 0.0), k)
+        for name, logits in (
+            ("trainer_router_logits", trainer_router_logits),
+            ("sampler_router_logits", sampler_router_logits),
+        )
+    )
+    return ((trainer != sampler).any(-1) & counted).sum() / counted.sum().clamp(min=1)
 
 
 def blackout_share(router_gradient: Float[Tensor, "*lead experts"]) -> Float[Tensor, ""]:
-    """Return the share of router logits whose gradient is exactly zero: 1 - k / experts under a full blackout."""
+    """Return the share of router logits whose gradient is exactly zero: 1 - k / experts under a full blackout.
+
+    Raises:
+        ParameterError: If a gradient is NaN.
+    """
+    check_not_nan(
+        "router_gradient", "blackout_share", check_floating("router_gradient", "blackout_share", router_gradient)
+    )
     return (router_gradient == 0).to(torch.float32).mean()
 
 
@@ -151,7 +178,15 @@ def _columns(index: Tensor, expert_outputs: Tensor) -> Tensor:
     return index.unsqueeze(-1).expand(*index.shape, expert_outputs.shape[-1])
 
 
-def _check_k(owner: str, router_logits: Tensor, k: int, leave: int = 0) -> None:
+def _top(owner: str, name: str, router_logits: Tensor, k: int) -> Tensor:
+    _check_k(owner, name, router_logits, k)
+    index = router_logits.detach().topk(k, dim=-1).indices
+    return torch.zeros_like(router_logits, dtype=torch.bool).scatter(-1, index, True)
+
+
+def _check_k(owner: str, name: str, router_logits: Tensor, k: int, leave: int = 0) -> None:
+    # A router may exclude experts by -inf; NaN would count as the largest.
+    check_not_nan(name, owner, check_floating(name, owner, router_logits))
     most = router_logits.shape[-1] - leave
     if check_int("k", owner, k) > most:
         raise ParameterError("k", owner, f"be an int in 1..{most}", k)

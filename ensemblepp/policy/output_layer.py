@@ -7,18 +7,21 @@ u_y - ubar with ubar = sum_v q_v u_v, a difference of rows of U. Averaged over c
     dU_v = mean_c q_v A_v h_c                                  update of row v of U
 
 with advantages centred in each context, sum_v q_v A_v = 0 (the functions centre them). Where only tokens of a set of
-size k have mass, columns of G lie in the span of k - 1 differences.
+size k have mass, columns of G lie in the span of k - 1 differences. Values that are not finite, probabilities that do
+not sum to 1 and shapes that do not match raise a ParameterError.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ensemblepp.errors import check_int, check_shape
+from ensemblepp.errors import check_all, check_int, check_shape
+from ensemblepp.policy.inputs import check_distribution, check_mask, check_values
 
 
 def hidden_update(
@@ -38,6 +41,7 @@ def hidden_update(
     Source: output-layer rank of policy-gradient updates.
     """
     signal = _signal("hidden_update", probabilities, advantages, hidden)
+    _check_unembedding("hidden_update", unembedding, probabilities.shape[1])
     return (signal @ unembedding).T @ hidden / max(1, len(hidden))
 
 
@@ -95,7 +99,8 @@ def head_update(
     Source: output-layer rank of policy-gradient updates.
     """
     signal = _signal("head_update", probabilities, advantages, hidden)
-    check_shape("head", "head_update", head, "contexts, vocab", probabilities.shape)
+    _check_unembedding("head_update", unembedding, probabilities.shape[1])
+    head = _check_head("head_update", head, probabilities.shape)
     inside = torch.where(head, probabilities, 0.0)
     mass = inside.sum(1, keepdim=True)
     center = inside @ unembedding / mass.clamp(min=torch.finfo(mass.dtype).tiny)
@@ -126,7 +131,8 @@ def rank_bound(head: Bool[Tensor, "contexts vocab"], unembedding: Float[Tensor, 
 
     Source: output-layer rank of policy-gradient updates.
     """
-    check_shape("head", "rank_bound", head, "contexts, vocab", (None, len(unembedding)))
+    _check_unembedding("rank_bound", unembedding, None)
+    head = _check_head("rank_bound", head, (None, len(unembedding)))
     first = head.int().argmax(1)
     differences = torch.where(head.unsqueeze(-1), unembedding - unembedding[first].unsqueeze(1), 0.0)
     # Contexts with the same competitors add nothing; the rank does not depend on repetitions.
@@ -163,9 +169,21 @@ def top_energy(matrix: Float[Tensor, "rows columns"], k: int) -> Float[Tensor, "
 
 
 def _signal(owner: str, probabilities: Tensor, advantages: Tensor, hidden: Tensor) -> Tensor:
-    check_shape("advantages", owner, advantages, "contexts, vocab", probabilities.shape)
-    check_shape("hidden", owner, hidden, "contexts, inputs", (len(probabilities), None))
+    check_shape("probabilities", owner, probabilities, "contexts, vocab", (None, None))
+    check_distribution("probabilities", owner, probabilities)
+    check_values("advantages", owner, advantages, "contexts, vocab", probabilities.shape)
+    check_values("hidden", owner, hidden, "contexts, inputs", (len(probabilities), None))
     return probabilities * _centred(probabilities, advantages)
+
+
+def _check_unembedding(owner: str, unembedding: Tensor, vocab: int | None) -> None:
+    check_values("unembedding", owner, unembedding, "vocab, width", (vocab, None))
+
+
+def _check_head(owner: str, head: Tensor, shape: Sequence[int | None]) -> Tensor:
+    mask = check_mask(check_shape("head", owner, head, "contexts, vocab", shape), owner, "head")
+    check_all("head", owner, "hold a token in every context", mask.any(1), mask.sum(1))
+    return mask
 
 
 def _centred(probabilities: Tensor, advantages: Tensor) -> Tensor:

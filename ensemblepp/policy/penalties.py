@@ -6,15 +6,14 @@ in expectation. Which form is right depends on who drew the samples, hence two f
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import check_choice
-from ensemblepp.policy.aggregation import active_tokens, active_values, aggregate
-from ensemblepp.policy.ratios import k1, k2, k3, log_ratios
+from ensemblepp.policy.aggregation import aggregate
+from ensemblepp.policy.inputs import active_tokens, own_values
+from ensemblepp.policy.ratios import ESTIMATORS, log_ratio_of
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 LEVELS = ("token", "sequence")
 
 
@@ -53,7 +52,8 @@ def sampler_kl_penalty(
     owner = "sampler_kl_penalty"
     estimate = ESTIMATORS[check_choice("estimator", owner, estimator, ESTIMATORS)]
     own, active = active_tokens(owner, mask, keep)
-    values = estimate(log_ratios(trainer_logprob, sampler_logprob.detach(), active))
+    given = {"trainer_logprob": trainer_logprob, "sampler_logprob": sampler_logprob}
+    values = estimate(log_ratio_of(owner, active, given, frozen_reference=True))
     return aggregate(values, own, aggregation, keep=keep)
 
 
@@ -96,10 +96,11 @@ def reference_kl_penalty(
     estimate = ESTIMATORS[check_choice("estimator", owner, estimator, ESTIMATORS)]
     check_choice("level", owner, level, LEVELS)
     own, active = active_tokens(owner, mask, keep)
-    log_ratio = log_ratios(reference_logprob.detach(), trainer_logprob.detach(), active)
+    given = {"reference_logprob": reference_logprob, "trainer_logprob": trainer_logprob}
+    log_ratio = log_ratio_of(owner, active, given).detach()
     slope = -log_ratio if level == "token" else -log_ratio.flip(1).cumsum(1).flip(1)
-    logprob = active_values("trainer_logprob", owner, trainer_logprob, active)
+    logprob = own_values("trainer_logprob", owner, trainer_logprob, active)
     values = estimate(log_ratio) + slope * (logprob - logprob.detach())
     if weights is not None:
-        values = values * active_values("weights", owner, weights, active).detach()
-    return aggregate(torch.where(active, values, 0.0), own, aggregation, keep=keep)
+        values = values * own_values("weights", owner, weights, active).detach()
+    return aggregate(values, own, aggregation, keep=keep)

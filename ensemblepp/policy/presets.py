@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError, check_choice, check_real
-from ensemblepp.policy.aggregation import active_tokens
+from ensemblepp.policy.inputs import active_tokens
 from ensemblepp.policy.losses import cispo_loss, dppo_loss, gspo_loss, ppo_clip_loss, reinforce_loss
-from ensemblepp.policy.masks import importance_weights, rejection_mask
-from ensemblepp.policy.ratios import log_ratios
+from ensemblepp.policy.masks import importance_weights, read_tests, rejection_mask
+from ensemblepp.policy.ratios import log_ratio_of
 
 RATIO_LOSSES: dict[str, Callable[..., Tensor]] = {
     "ppo_clip": ppo_clip_loss,
@@ -43,12 +43,12 @@ class Preset:
         upper: Truncation C of the weights; None truncates nothing.
         normalise: Divide the weights by their batch mean.
         rejection: Tests of `masks.rejection_mask`, separated by commas; None rejects nothing.
-        thresholds: Their thresholds.
+        thresholds: Their thresholds; None without tests.
         source: Where it was published.
 
     Raises:
-        ParameterError: If an option is out of range, or if a ratio loss in bypass mode had weights, which would count
-            the same ratio twice.
+        ParameterError: If an option is out of range or has nothing to act on, or if a ratio loss in bypass mode had
+            weights, which would count the same ratio twice.
     """
 
     mode: str
@@ -57,7 +57,7 @@ class Preset:
     upper: float | None = 2.0
     normalise: bool = False
     rejection: str | None = None
-    thresholds: float | str = ""
+    thresholds: float | str | None = None
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -71,6 +71,12 @@ class Preset:
         if self.mode == "bypass" and self.loss in RATIO_LOSSES and self.weights is not None:
             rule = f"stay None for {self.loss!r} in bypass mode, whose ratio already corrects for the sampler"
             raise ParameterError("weights", owner, rule, repr(self.weights))
+        if self.normalise and self.weights is None:
+            raise ParameterError("normalise", owner, "stay False without weights", self.normalise)
+        if self.rejection is not None:
+            read_tests(owner, self.rejection, self.thresholds if self.thresholds is not None else "")
+        elif self.thresholds is not None:
+            raise ParameterError("thresholds", owner, "stay None without rejection", repr(self.thresholds))
 
 
 _CORRECTION = "rollout correction"
@@ -186,18 +192,19 @@ def rollout_correction(
     if isinstance(preset, str):
         preset = PRESETS[check_choice("preset", owner, preset, PRESETS)]
     own, kept = active_tokens(owner, mask, keep)
-    if preset.mode == "bypass":
-        corrected, anchor = trainer_logprob.detach(), sampler_logprob.detach()
-    elif old_logprob is None:
-        raise ParameterError("old_logprob", owner, "be given in decoupled mode", None)
-    else:
-        corrected = anchor = old_logprob.detach()
-    log_ratio = log_ratios(corrected, sampler_logprob.detach(), own)
-    if preset.rejection is not None:
+    given = {"trainer_logprob": trainer_logprob, "sampler_logprob": sampler_logprob}
+    anchor = sampler_logprob
+    if preset.mode == "decoupled":
+        if old_logprob is None:
+            raise ParameterError("old_logprob", owner, "be given in decoupled mode", None)
+        given = {"old_logprob": old_logprob, "sampler_logprob": sampler_logprob}
+        anchor = old_logprob
+    log_ratio = log_ratio_of(owner, own, given).detach()
+    if preset.rejection is not None and preset.thresholds is not None:
         kept = kept & rejection_mask(log_ratio, own, preset.rejection, preset.thresholds)
     weights = None
     if preset.weights is not None:
         weights = importance_weights(
             log_ratio, own, level=preset.weights, upper=preset.upper, normalise=preset.normalise
         )
-    return RolloutCorrection(preset, own, kept, weights, anchor)
+    return RolloutCorrection(preset, own, kept, weights, anchor.detach())

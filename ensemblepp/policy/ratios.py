@@ -3,8 +3,6 @@
 With q the policy that generated the data and p the policy being trained, d_t = log p(y_t) - log q(y_t)::
 
     token  exp(d_t)        sequence  exp(sum_t d_t)        geometric  exp(mean_t d_t)
-
-Padding is excluded with `where` before anything is computed, so NaN or -inf there reaches neither value nor gradient.
 """
 
 from __future__ import annotations
@@ -16,28 +14,11 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from ensemblepp.errors import ParameterError, check_all, check_finite, check_real, check_shape
+from ensemblepp.errors import check_all, check_real, check_shape
+from ensemblepp.policy.inputs import check_log_ratio, check_mask, own_values
 
 CLAMP = 20.0
 """Largest |log ratio| by default, in nats: exp(20) is 5e8, beyond which a ratio only overflows."""
-
-
-def check_mask(mask: Shaped[Tensor, "batch time"], owner: str) -> Bool[Tensor, "batch time"]:
-    """Return the response mask as booleans.
-
-    Args:
-        mask: 1 (or True) on the response's own tokens, 0 on padding, prompt and tool output.
-        owner: The function whose caller gets the error.
-
-    Raises:
-        ParameterError: If the mask is not two-dimensional or holds anything but 0 and 1.
-    """
-    check_shape("mask", owner, mask, "batch, time", (None, None))
-    if mask.dtype == torch.bool:
-        return mask
-    own = mask != 0
-    check_all("mask", owner, "hold 0 and 1 only", ~own | (mask == 1), mask)
-    return own
 
 
 def log_ratios(
@@ -60,30 +41,26 @@ def log_ratios(
     Raises:
         ParameterError: If a log-probability of an own token is not finite, or the shapes do not match.
     """
-    owner = "log_ratios"
-    own = check_mask(mask, owner)
-    clamp = check_real("clamp", owner, clamp, above=0.0)
-    return (
-        _own("trainer_logprob", owner, trainer_logprob, own) - _own("sampler_logprob", owner, sampler_logprob, own)
-    ).clamp(-clamp, clamp)
+    own = check_mask(mask, "log_ratios")
+    given = {"trainer_logprob": trainer_logprob, "sampler_logprob": sampler_logprob}
+    return log_ratio_of("log_ratios", own, given, clamp=clamp)
 
 
-def check_log_ratio(
-    log_ratio: Float[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"], owner: str
-) -> tuple[Bool[Tensor, "batch time"], Float[Tensor, "batch time"]]:
-    """Return the response's own tokens, and the log-ratios with 0 elsewhere.
+def log_ratio_of(
+    owner: str,
+    own: Bool[Tensor, "batch time"],
+    logprobs: dict[str, Tensor],
+    *,
+    clamp: float = CLAMP,
+    frozen_reference: bool = False,
+) -> Float[Tensor, "batch time"]:
+    """Return `log_ratios` of the first to the second of two named log-probabilities, in whose names errors speak.
 
-    Args:
-        log_ratio: d, from `log_ratios` or cut from it; what it holds elsewhere is ignored.
-        mask: 1 on the response's own tokens.
-        owner: The function whose caller gets the error.
-
-    Raises:
-        ParameterError: If the mask holds anything but 0 and 1, or the shapes do not match.
+    With `frozen_reference` no gradient reaches the second.
     """
-    own = check_mask(mask, owner)
-    check_shape("log_ratio", owner, log_ratio, "batch, time", own.shape)
-    return own, torch.where(own, log_ratio, 0.0)
+    clamp = check_real("clamp", owner, clamp, above=0.0)
+    trainer, reference = (own_values(name, owner, values, own) for name, values in logprobs.items())
+    return (trainer - (reference.detach() if frozen_reference else reference)).clamp(-clamp, clamp)
 
 
 def token_ratios(
@@ -166,7 +143,8 @@ def masked_sum(
     values: Shaped[Tensor, "batch time"], mask: Shaped[Tensor, "batch time"], *, dim: int | None = None
 ) -> Shaped[Tensor, "..."]:
     """Return the sum over own tokens: of the batch, or along `dim`; 0 without tokens."""
-    values = torch.where(check_mask(mask, "masked_sum"), values, 0)
+    own = check_mask(mask, "masked_sum")
+    values = torch.where(own, check_shape("values", "masked_sum", values, "batch, time", own.shape), 0)
     return values.sum() if dim is None else values.sum(dim)
 
 
@@ -175,6 +153,7 @@ def masked_mean(
 ) -> Float[Tensor, "..."]:
     """Return the sum over own tokens divided by their number: of the batch, or along `dim`; 0 without tokens."""
     own = check_mask(mask, "masked_mean")
+    check_shape("values", "masked_mean", values, "batch, time", own.shape)
     count = own.sum() if dim is None else own.sum(dim)
     return masked_sum(values, own, dim=dim) / count.clamp(min=1)
 
@@ -184,7 +163,7 @@ def masked_max(
 ) -> Float[Tensor, "..."]:
     """Return the maximum over own tokens: of the batch, or along `dim`; 0 without tokens."""
     own = check_mask(mask, "masked_max")
-    values = torch.where(own, values, -math.inf)
+    values = torch.where(own, check_shape("values", "masked_max", values, "batch, time", own.shape), -math.inf)
     if dim is None:
         own, values, dim = own.flatten(), values.flatten(), 0
     # One more entry, because the maximum of no entries is an error.
@@ -199,10 +178,13 @@ def effective_sample_size(
     """Return (sum w)^2 / (n sum w^2) over own tokens, in (0, 1]: the share of samples that equal weights would need.
 
     1 for equal weights, 1 / n when one weight dominates; 0 without tokens or when every weight is 0.
+
+    Raises:
+        ParameterError: If an own weight is negative or not finite, or the shapes do not match.
     """
     own = check_mask(mask, "effective_sample_size")
-    check_shape("weights", "effective_sample_size", weights, "batch, time", own.shape)
-    weights = torch.where(own, weights, 0.0)
+    weights = own_values("weights", "effective_sample_size", weights, own)
+    check_all("weights", "effective_sample_size", "be at least 0", weights >= 0, weights)
     total, squares, count = weights.sum(), weights.square().sum(), own.sum()
     return torch.where(squares > 0, total.square() / (count * squares).clamp(min=torch.finfo(weights.dtype).tiny), 0.0)
 
@@ -252,13 +234,15 @@ def mismatch_report(
     """
     owner = "mismatch_report"
     own = check_mask(mask, owner)
+    if lower is None:
+        upper = check_real("upper", owner, upper, at_least=1.0)
+        lower = 1 / upper
     upper = check_real("upper", owner, upper, above=0.0)
-    lower = check_real("lower", owner, 1 / upper if lower is None else lower, at_least=0.0, at_most=upper)
-    log_ratio = log_ratios(trainer_logprob, sampler_logprob, own, clamp=clamp)
+    lower = check_real("lower", owner, lower, at_least=0.0, at_most=upper)
+    given = {"trainer_logprob": trainer_logprob, "sampler_logprob": sampler_logprob}
+    log_ratio = log_ratio_of(owner, own, given, clamp=clamp)
     ratio, sequence_ratio = token_ratios(log_ratio, own, clamp=clamp), sequence_ratios(log_ratio, own, clamp=clamp)
-    log_p, log_q = (
-        masked_mean(_own("logprob", owner, values, own), own, dim=1) for values in (trainer_logprob, sampler_logprob)
-    )
+    log_p, log_q = (masked_mean(values.to(log_ratio.dtype), own, dim=1) for values in given.values())
     alive = own.any(1, keepdim=True)
 
     def over_sequences(values: Tensor) -> Tensor:
@@ -268,7 +252,7 @@ def mismatch_report(
     high, low = own & (ratio > upper), own & (ratio < lower)
     applied = high
     if advantages is not None:
-        check_shape("advantages", owner, advantages, "batch, time", own.shape)
+        advantages = own_values("advantages", owner, advantages, own)
         applied = (high & (advantages > 0)) | (low & (advantages < 0))
     some = own.any()
     return {
@@ -292,16 +276,6 @@ def mismatch_report(
         "clip_fraction_raw": masked_mean((high | low).to(ratio.dtype), own),
         "clip_fraction_applied": masked_mean(applied.to(ratio.dtype), own),
     }
-
-
-def _own(name: str, owner: str, logprob: Tensor, own: Tensor) -> Tensor:
-    """Return own tokens' log-probabilities in float32 or wider, 0 elsewhere."""
-    check_shape(name, owner, logprob, "batch, time", own.shape)
-    if not logprob.is_floating_point():
-        raise ParameterError(name, owner, "be floating point", logprob.dtype)
-    logprob = torch.where(own, logprob.to(torch.promote_types(logprob.dtype, torch.float32)), 0.0)
-    check_finite(name, owner, logprob)
-    return logprob
 
 
 def _exp(owner: str, log_ratio: Tensor, clamp: float) -> Tensor:

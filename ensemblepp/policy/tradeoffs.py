@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ensemblepp.errors import check_int, check_real, check_shape
+from ensemblepp.errors import check_int, check_real
+from ensemblepp.policy.inputs import check_values
 
 
 def variance_multiplier(chi2: float, horizon: int) -> float:
@@ -128,7 +129,9 @@ def ascent_bound(
     Source: When Speed Kills Stability, part 1, stochastic gradient ascent lemma.
     """
     owner = "ascent_bound"
-    check_shape("bias", owner, bias, "parameters", gradient.shape)
+    check_values("gradient", owner, gradient, "parameters", (None,))
+    check_values("bias", owner, bias, "parameters", gradient.shape)
+    variance = check_real("variance", owner, float(variance), at_least=0.0)
     smoothness = check_real("smoothness", owner, smoothness, above=0.0)
     step = check_real("step", owner, step, at_least=0.0)
     signal, cross = gradient.square().sum(), gradient @ bias
@@ -151,7 +154,10 @@ def optimal_step(
     Source: When Speed Kills Stability, part 1.
     """
     smoothness = check_real("smoothness", "optimal_step", smoothness, above=0.0)
-    signal, noise = (torch.as_tensor(x, dtype=torch.float64) for x in (gradient_square, variance))
+    signal, noise = (
+        torch.tensor(check_real(name, "optimal_step", float(value), at_least=0.0), dtype=torch.float64)
+        for name, value in (("gradient_square", gradient_square), ("variance", variance))
+    )
     total = signal + noise
     return torch.where(total > 0, signal / torch.where(total > 0, total, 1.0) / smoothness, 0.0)
 

@@ -13,8 +13,9 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError, check_all, check_int, check_real, check_shape
-from ensemblepp.policy.ratios import check_log_ratio, check_mask, k2, k3, masked_max, masked_mean, masked_sum
-from ensemblepp.policy.vocabulary import BLOCK_VALUES, _blocks
+from ensemblepp.policy.inputs import check_floating, check_log_ratio, check_mask, check_not_nan, wide
+from ensemblepp.policy.ratios import k2, k3, masked_max, masked_mean, masked_sum
+from ensemblepp.policy.vocabulary import BLOCK_VALUES, blocks
 
 
 class Divergence(NamedTuple):
@@ -64,11 +65,13 @@ def token_divergences(
     check_shape("trainer_logits", owner, trainer_logits, "batch, time, vocab", sampler_logits.shape)
     temperature = check_real("temperature", owner, temperature, above=0.0)
     block_values = check_int("block_values", owner, block_values)
-    wide = torch.promote_types(torch.promote_types(sampler_logits.dtype, trainer_logits.dtype), torch.float32)
-    kl, tv = torch.zeros((2, *own.shape), dtype=wide, device=own.device)
-    for part in _blocks(sampler_logits, block_values):
+    check_floating("sampler_logits", owner, sampler_logits)
+    check_floating("trainer_logits", owner, trainer_logits)
+    dtype = wide(torch.promote_types(sampler_logits.dtype, trainer_logits.dtype))
+    kl, tv = torch.zeros((2, *own.shape), dtype=dtype, device=own.device)
+    for part in blocks(sampler_logits, block_values):
         log_q, log_p = (
-            (logits[part].to(wide) / temperature).log_softmax(-1) for logits in (sampler_logits, trainer_logits)
+            (logits[part].to(dtype) / temperature).log_softmax(-1) for logits in (sampler_logits, trainer_logits)
         )
         q = log_q.exp()
         tv[part] = log_p.exp().sub_(q).abs_().sum(-1) / 2
@@ -105,13 +108,18 @@ def trust_region_mask(
         mean_upper: Published: 0.001 alone, 0.002 with a maximum.
 
     Raises:
-        ParameterError: If neither bound is given, a bound is out of range or the shapes do not match.
+        ParameterError: If neither bound is given, a bound is out of range, an own divergence is NaN or the shapes do
+            not match.
 
     Source: Trust Region Masking (arXiv 2512.23075), algorithm 1 and its average criterion.
     """
-    own = check_mask(mask, "trust_region_mask")
-    check_shape("divergence", "trust_region_mask", divergence, "batch, time", own.shape)
-    return _trust_region("trust_region_mask", divergence, divergence, own, max_upper, mean_upper)
+    owner = "trust_region_mask"
+    own = check_mask(mask, owner)
+    check_floating("divergence", owner, check_shape("divergence", owner, divergence, "batch, time", own.shape))
+    # Infinite divergences are real; no comparison holds for NaN, which would reject without a word.
+    divergence = torch.where(own, divergence, 0.0)
+    check_not_nan("divergence", owner, divergence)
+    return _trust_region(owner, divergence, divergence, own, max_upper, mean_upper)
 
 
 @torch.no_grad()

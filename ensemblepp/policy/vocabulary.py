@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import check_finite, check_int, check_real, check_shape
-from ensemblepp.policy.ratios import check_mask
+from ensemblepp.policy.inputs import check_floating, check_mask, check_tokens, wide
 
 BLOCK_VALUES = 2**23
 """Logits per block: 32 MiB in float32."""
@@ -48,16 +48,14 @@ def selected_logprobs(
         Log-probabilities in float32, or float64 for float64 logits.
 
     Raises:
-        ParameterError: If a result is not finite, an option is out of range or the shapes do not match.
+        ParameterError: If a result is not finite, a token or an option is out of range or the shapes do not match.
     """
     owner = "selected_logprobs"
-    own = check_mask(mask, owner)
-    check_shape("logits", owner, logits, "batch, time, vocab", (*own.shape, None))
-    check_shape("tokens", owner, tokens, "batch, time, k", (*own.shape, None))
+    own = _check_logits(owner, logits, mask)
     temperature = check_real("temperature", owner, temperature, above=0.0)
     values = check_int("block_values", owner, block_values)
-    # Token numbers at padding may be -100 or the like.
-    chosen = torch.where(own.unsqueeze(-1), tokens, 0).long()
+    check_shape("tokens", owner, tokens, "batch, time, k", (*own.shape, None))
+    chosen = check_tokens("tokens", owner, tokens, own, logits.shape[-1])
     logprob: Tensor = _SelectedLogprobs.apply(logits, chosen, own, temperature, values)  # type: ignore[no-untyped-call]
     check_finite("logits", owner, logprob)
     return logprob
@@ -91,19 +89,18 @@ def energy_from_logits(
         w_t in [0, 2], in float32, or float64 for float64 logits; without gradient.
 
     Raises:
-        ParameterError: If a result is not finite, an option is out of range or the shapes do not match.
+        ParameterError: If a result is not finite, a token or an option is out of range or the shapes do not match.
 
     Source: the optimal token baseline's logit-gradient proxy.
     """
     owner = "energy_from_logits"
-    own = check_mask(mask, owner)
-    check_shape("logits", owner, logits, "batch, time, vocab", (*own.shape, None))
-    check_shape("tokens", owner, tokens, "batch, time", own.shape)
+    own = _check_logits(owner, logits, mask)
     temperature = check_real("temperature", owner, temperature, above=0.0)
     values = check_int("block_values", owner, block_values)
-    chosen = torch.where(own, tokens, 0).long().unsqueeze(-1)
-    energy = torch.empty(own.shape, dtype=_wide(logits.dtype), device=logits.device)
-    for part in _blocks(logits, values):
+    check_shape("tokens", owner, tokens, "batch, time", own.shape)
+    chosen = check_tokens("tokens", owner, tokens, own, logits.shape[-1]).unsqueeze(-1)
+    energy = torch.empty(own.shape, dtype=wide(logits.dtype), device=logits.device)
+    for part in blocks(logits, values):
         scaled, _ = _shifted(logits[part], temperature)
         weights = scaled.exp_()
         mass = weights.sum(-1)
@@ -115,14 +112,21 @@ def energy_from_logits(
     return energy
 
 
+def _check_logits(owner: str, logits: Tensor, mask: Tensor) -> Tensor:
+    """Return the own tokens. Finiteness is checked on the results, which are a vocabulary smaller."""
+    own = check_mask(mask, owner)
+    check_floating("logits", owner, check_shape("logits", owner, logits, "batch, time, vocab", (*own.shape, None)))
+    return own
+
+
 class _SelectedLogprobs(torch.autograd.Function):
     """Gather from a log-softmax that never exists as a whole."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, own: Tensor, temperature: float, values: int) -> Tensor:
-        selected = torch.empty(tokens.shape, dtype=_wide(logits.dtype), device=logits.device)
+        selected = torch.empty(tokens.shape, dtype=wide(logits.dtype), device=logits.device)
         normaliser = torch.empty((*own.shape, 1), dtype=selected.dtype, device=logits.device)
-        for part in _blocks(logits, values):
+        for part in blocks(logits, values):
             scaled, peak = _shifted(logits[part], temperature)
             chosen = scaled.gather(-1, tokens[part])
             log_mass = scaled.exp_().sum(-1, keepdim=True).log_()
@@ -139,7 +143,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         foreign = ~own.unsqueeze(-1)
         slope = slope.masked_fill(foreign, 0.0) / ctx.temperature
         gradient = torch.empty_like(logits)
-        for part in _blocks(logits, ctx.values):
+        for part in blocks(logits, ctx.values):
             scaled = logits[part].to(slope.dtype, copy=True)
             softmax = scaled.div_(ctx.temperature).sub_(normaliser[part]).exp_()
             softmax.mul_(-slope[part].sum(-1, keepdim=True)).scatter_add_(-1, tokens[part], slope[part])
@@ -148,7 +152,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _blocks(logits: Tensor, values: int) -> Iterator[tuple[slice, slice]]:
+def blocks(logits: Tensor, values: int) -> Iterator[tuple[slice, slice]]:
     """Yield blocks of about `values` logits: whole responses if they fit, else pieces of one.
 
     Slices of both axes instead of a flattened view, because logits are often a shifted, non-contiguous slice.
@@ -163,12 +167,8 @@ def _blocks(logits: Tensor, values: int) -> Iterator[tuple[slice, slice]]:
 
 def _shifted(block: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return a fresh wide copy of z / temperature minus its maxima over the vocabulary, and the maxima."""
-    scaled = block.to(_wide(block.dtype), copy=True)
+    scaled = block.to(wide(block.dtype), copy=True)
     if temperature != 1.0:
         scaled.div_(temperature)
     peak = scaled.amax(-1, keepdim=True)
     return scaled.sub_(peak), peak
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -10,15 +10,13 @@ from torch import Tensor
 from ensemblepp.errors import ParameterError
 from ensemblepp.policy.advantages import (
     generalised_advantages,
-    gradient_noise,
     group_mean_advantages,
     opo_advantages,
-    optimal_token_baseline,
     reward_to_go,
     rloo_advantages,
-    token_energy,
     weighted_advantages,
 )
+from ensemblepp.policy.token_baseline import gradient_noise, optimal_token_baseline, token_energy
 from ensemblepp.policy.vocabulary import energy_from_logits, selected_logprobs
 from ensemblepp.seeding import make_generator
 

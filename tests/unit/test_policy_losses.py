@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError
-from ensemblepp.policy.advantages import optimal_token_baseline, rloo_advantages, weighted_advantages
+from ensemblepp.policy.advantages import rloo_advantages, weighted_advantages
 from ensemblepp.policy.aggregation import AGGREGATIONS, aggregate
 from ensemblepp.policy.losses import (
     cispo_loss,
@@ -22,6 +22,7 @@ from ensemblepp.policy.losses import (
     reinforce_loss,
 )
 from ensemblepp.policy.penalties import reference_kl_penalty, sampler_kl_penalty
+from ensemblepp.policy.token_baseline import optimal_token_baseline
 from tests.policy_toy import Tree, make_generator, make_trees
 
 CASES = json.loads((Path(__file__).parents[1] / "reference" / "rollout_correction_cases.json").read_text())

@@ -110,7 +110,7 @@ def test_the_rate_of_switches_counts_own_tokens() -> None:
 
 def test_ties_fill_the_set_and_bad_counts_are_refused(without_shape_checks: None) -> None:
     assert (topk_set(torch.zeros(3, 4), 2).sum(1) == 2).all()
-    with pytest.raises(ParameterError, match=r"k of topk_set must be an int in 1\.\.6; got 7"):
+    with pytest.raises(ParameterError, match=r"k of topk_gates must be an int in 1\.\.6; got 7"):
         topk_gates(ROUTER, 7)
     with pytest.raises(ParameterError, match=r"k of switch_jump must be an int in 1\.\.5; got 6"):
         switch_jump(ROUTER, EXPERTS, 6)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError
-from ensemblepp.policy.advantages import optimal_token_baseline, rloo_advantages
+from ensemblepp.policy.advantages import rloo_advantages
 from ensemblepp.policy.losses import ppo_clip_loss, reinforce_loss
 from ensemblepp.policy.presets import PRESETS, Preset, RolloutCorrection, rollout_correction
+from ensemblepp.policy.token_baseline import optimal_token_baseline
 from tests.policy_toy import Tree, make_generator
 
 CASES = json.loads((Path(__file__).parents[1] / "reference" / "rollout_correction_cases.json").read_text())

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ensemblepp.errors import ParameterError
+from ensemblepp.policy.inputs import check_mask
 from ensemblepp.policy.ratios import (
-    check_mask,
     effective_sample_size,
     geometric_ratios,
     k1,
