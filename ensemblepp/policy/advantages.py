@@ -11,7 +11,15 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import check_all, check_real, check_shape
-from ensemblepp.policy.inputs import active_tokens, check_integers, check_mask, check_values, own_values, wide
+from ensemblepp.policy.inputs import (
+    active_tokens,
+    check_floating,
+    check_integers,
+    check_mask,
+    check_values,
+    own_values,
+    wide,
+)
 
 
 def reward_to_go(
@@ -242,7 +250,8 @@ def check_group(
     kept = active.any(1)
     # A rejected row's reward may be NaN.
     shape = own.shape[:1] if rewards.ndim == 1 else own.shape
-    check_shape("rewards", owner, rewards, "batch" if rewards.ndim == 1 else "batch, time", shape)
+    axes = "batch" if rewards.ndim == 1 else "batch, time"
+    check_floating("rewards", owner, check_shape("rewards", owner, rewards, axes, shape))
     rewards = torch.where(kept if rewards.ndim == 1 else kept.unsqueeze(1), rewards, 0.0)
     pairs = (group.unsqueeze(1) == group) & kept.unsqueeze(1) & kept
     return own, _check_rewards(owner, rewards, own), pairs

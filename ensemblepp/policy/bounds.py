@@ -17,7 +17,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError, check_int, check_real, check_shape
-from ensemblepp.policy.inputs import check_log_ratio, check_values, own_values, sample_weights
+from ensemblepp.policy.inputs import check_floating, check_log_ratio, check_values, own_values, sample_weights
 from ensemblepp.policy.ratios import k3, masked_max, masked_sum
 
 Scalar: TypeAlias = float | Float[Tensor, ""]
@@ -182,7 +182,7 @@ def surrogate_error_bounds(
     tv_whole = whole if tv_sequence is None else _bound("tv_sequence", owner, tv_sequence).clamp(max=1.0)
     position_tv = eps
     if mean_tv is not None:
-        check_shape("mean_tv", owner, mean_tv, "horizon", (horizon,))
+        check_floating("mean_tv", owner, check_shape("mean_tv", owner, mean_tv, "horizon", (horizon,)))
         position_tv = _bound("mean_tv", owner, mean_tv).flip(0)
     steps = torch.arange(horizon, dtype=torch.float64)
     by_kl, by_tv = _grown_kl(steps, delta), _grown_tv(steps, eps)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ensemblepp.errors import ParameterError, check_all, check_choice, check_finite, check_real, check_shape
 from ensemblepp.policy.aggregation import aggregate, frozen_signal
-from ensemblepp.policy.inputs import active_tokens, check_floating, check_tokens, own_values, wide
+from ensemblepp.policy.inputs import active_tokens, check_floating, check_integers, check_tokens, own_values, wide
 from ensemblepp.policy.ratios import log_ratio_of
 from ensemblepp.policy.vocabulary import BLOCK_VALUES, selected_logprobs
 
@@ -134,6 +134,11 @@ def centered_policy_loss_from_logits(
 
     Source: score centring; published defaults k = 128, "tis" 2, "mis" [0.5, 5].
     """
+    owner = "centered_policy_loss_from_logits"
+    check_integers("tokens", owner, check_shape("tokens", owner, tokens, "batch, time", mask.shape))
+    check_integers(
+        "head_tokens", owner, check_shape("head_tokens", owner, head_tokens, "batch, time, k", (*mask.shape, None))
+    )
     chosen = torch.cat([tokens.unsqueeze(-1), head_tokens], dim=-1)
     logprob = selected_logprobs(logits, chosen, mask, temperature=temperature, block_values=block_values)
     return centered_policy_loss(
@@ -198,6 +203,7 @@ def dense_centered_policy_loss(
     weighed = torch.where(coefficients > 0, trainer, 0.0)
     check_finite("trainer_logprobs", owner, weighed)
     drift = (coefficients * weighed).sum(-1)
+    check_shape("tokens", owner, tokens, "batch, time", own.shape)
     chosen = check_tokens("tokens", owner, tokens, active, trainer.shape[-1]).unsqueeze(-1)
     trainer_logprob, sampler_logprob = (each.gather(-1, chosen).squeeze(-1) for each in (trainer, sampler))
     return _centered(

@@ -38,7 +38,9 @@ def active_tokens(owner: str, mask: Tensor, keep: Tensor | None) -> tuple[Tensor
     own = check_mask(mask, owner)
     if keep is None:
         return own, own
-    return own, own & check_mask(check_shape("keep", owner, keep, "batch, time", own.shape), owner, "keep")
+    if check_shape("keep", owner, keep, "batch, time", own.shape).dtype != torch.bool:
+        raise ParameterError("keep", owner, "be boolean", keep.dtype)
+    return own, own & keep
 
 
 def own_values(name: str, owner: str, values: Tensor, own: Tensor) -> Tensor:
@@ -102,10 +104,9 @@ def check_tokens(
     """Return token numbers for indexing, 0 at padding, where they may be -100 or the like.
 
     Raises:
-        ParameterError: If an own token is not in the vocabulary or the shapes do not match.
+        ParameterError: If an own token is not in the vocabulary, or they are not integers.
     """
-    axes, extra = ("batch, time", []) if tokens.ndim < 3 else ("batch, time, k", [None])
-    check_integers(name, owner, check_shape(name, owner, tokens, axes, (*own.shape, *extra)))
+    check_integers(name, owner, tokens)
     tokens = torch.where(own if tokens.ndim == 2 else own.unsqueeze(-1), tokens, 0).long()
     check_all(name, owner, f"be in 0 .. {vocab - 1}", (tokens >= 0) & (tokens < max(1, vocab)), tokens)
     return tokens

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError, check_choice, check_int, check_shape
-from ensemblepp.policy.inputs import check_floating, check_mask, check_not_nan
+from ensemblepp.policy.inputs import check_floating, check_mask, check_not_nan, check_values
 
 GATES = ("softmax", "sigmoid")
 
@@ -153,7 +153,7 @@ def switch_rate(
         counted = check_mask(check_shape("mask", owner, mask, "*lead", lead).reshape(1, -1), owner).view(lead)
     # Where no token counts, routers may hold anything.
     trainer, sampler = (
-        _top(owner, name, torch.where(counted.unsqueeze(-1), logits, 0.0), k)
+        _top(owner, name, torch.where(counted.unsqueeze(-1), check_floating(name, owner, logits), 0.0), k)
         for name, logits in (
             ("trainer_router_logits", trainer_router_logits),
             ("sampler_router_logits", sampler_router_logits),
@@ -193,4 +193,4 @@ def _check_k(owner: str, name: str, router_logits: Tensor, k: int, leave: int = 
 
 
 def _check_outputs(owner: str, router_logits: Tensor, expert_outputs: Tensor) -> None:
-    check_shape("expert_outputs", owner, expert_outputs, "*lead, experts, out", (*router_logits.shape, None))
+    check_values("expert_outputs", owner, expert_outputs, "*lead, experts, out", (*router_logits.shape, None))

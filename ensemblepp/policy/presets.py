@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError, check_choice, check_real
-from ensemblepp.policy.inputs import active_tokens
+from ensemblepp.policy.inputs import active_tokens, own_values
 from ensemblepp.policy.losses import cispo_loss, dppo_loss, gspo_loss, ppo_clip_loss, reinforce_loss
 from ensemblepp.policy.masks import importance_weights, read_tests, rejection_mask
 from ensemblepp.policy.ratios import log_ratio_of
@@ -192,6 +192,7 @@ def rollout_correction(
     if isinstance(preset, str):
         preset = PRESETS[check_choice("preset", owner, preset, PRESETS)]
     own, kept = active_tokens(owner, mask, keep)
+    own_values("trainer_logprob", owner, trainer_logprob, own)  # in both modes, though only bypass looks at it
     given = {"trainer_logprob": trainer_logprob, "sampler_logprob": sampler_logprob}
     anchor = sampler_logprob
     if preset.mode == "decoupled":

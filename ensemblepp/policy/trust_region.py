@@ -69,17 +69,20 @@ def token_divergences(
     check_floating("trainer_logits", owner, trainer_logits)
     dtype = wide(torch.promote_types(sampler_logits.dtype, trainer_logits.dtype))
     kl, tv = torch.zeros((2, *own.shape), dtype=dtype, device=own.device)
+    given = {"sampler_logits": sampler_logits, "trainer_logits": trainer_logits}
+    valid = {name: torch.ones_like(own) for name in given}
     for part in blocks(sampler_logits, block_values):
-        log_q, log_p = (
-            (logits[part].to(dtype) / temperature).log_softmax(-1) for logits in (sampler_logits, trainer_logits)
-        )
+        log_q, log_p = ((logits[part].to(dtype) / temperature).log_softmax(-1) for logits in given.values())
+        for name, logprobs in zip(given, (log_q, log_p), strict=True):
+            valid[name][part] = ~logprobs[..., :1].isnan().any(-1)  # one NaN logit makes NaN of its whole row
         q = log_q.exp()
         tv[part] = log_p.exp().sub_(q).abs_().sum(-1) / 2
         # 0 log 0 = 0, also where both exclude a token.
         gap = log_q.sub_(log_p).masked_fill_(q == 0, 0.0)
         kl[part] = torch.linalg.vecdot(q, gap)
+    for name, rows in valid.items():
+        check_all(name, owner, "hold at least one finite value per own token and no NaN", rows | ~own, rows)
     kl, tv = torch.where(own, kl, 0.0), torch.where(own, tv, 0.0)
-    check_all("logits", owner, "hold at least one finite value per own token and no NaN", ~torch.isnan(kl + tv), kl)
     # Rounding may leave the divergence of nearly equal distributions a little below zero.
     return Divergence(kl.clamp(min=0.0), tv)
 
