@@ -11,6 +11,7 @@ padding (mask 0), so lengths vary. Expectations are sums over all sequences, exa
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -125,3 +126,31 @@ def make_trees() -> list[Tree]:
 
 def make_generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def policies(tree: Tree, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(sampler logits, trainer logits, rewards)."""
+    generator = make_generator(seed)
+    return tree.random_logits(generator), tree.random_logits(generator), tree.random_rewards(generator)
+
+
+def expected(tree: Tree, sampler: Tensor, values: Tensor) -> Tensor:
+    """What to hand in as advantages so that the mean over all sequences becomes an expectation under the sampler."""
+    return (tree.probs(sampler) * len(tree.tokens) * values).unsqueeze(1).expand(tree.mask.shape)
+
+
+def grouped(tree: Tree, sampler: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Every ordered group of `size` responses: (rows of the tree, group numbers, probability of each group)."""
+    rows = torch.cartesian_prod(*[torch.arange(len(tree.tokens))] * size)
+    return rows.flatten(), torch.arange(len(rows)).repeat_interleave(size), tree.probs(sampler)[rows].prod(1)
+
+
+def gradient(loss: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
+    """d loss / d point."""
+    leaf = point.detach().clone().requires_grad_()
+    return torch.autograd.grad(loss(leaf), leaf)[0]
+
+
+def close(actual: Tensor, wanted: Tensor, tolerance: float = 1e-10) -> None:
+    """Assert that all entries agree to within an absolute tolerance."""
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=tolerance)

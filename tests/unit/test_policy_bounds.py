@@ -260,6 +260,20 @@ def test_tangent_and_gain_share_their_gradient_where_the_policies_are_equal(tree
     assert shares[2] == pytest.approx(shares[1] / 10, rel=0.1)
 
 
+def test_the_remainder_keeps_its_bound_where_the_sampler_never_goes() -> None:
+    """The trainer gives mass to the last response, of which the sampler has no sample and no log-ratio."""
+    for seed in range(20):
+        generator = make_generator(seed)
+        rewards = torch.rand(6, generator=generator, dtype=torch.float64)
+        q, p = (torch.randn(size, generator=generator, dtype=torch.float64).softmax(0) for size in (5, 6))
+        d, mask = (p[:5] / q).log().unsqueeze(1), torch.ones(5, 1)
+        seen = gain_decomposition(rewards[:5], d, mask, weights=q)
+        gain = p @ rewards - q @ rewards[:5]
+        bound = (rewards.max() - rewards.min()) * (q * (q / p[:5]).log()).sum()
+        assert (gain - seen.tangent).abs() <= bound + SLACK
+        assert (seen.gain - gain).abs() > 1e-4  # the sampled part alone misses what is off its support
+
+
 def prefix_values(x: Problem) -> torch.Tensor:
     """V_t(c_t) = E_q[R | c_t] along each sequence."""
     tree = x.tree

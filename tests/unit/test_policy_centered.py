@@ -15,7 +15,7 @@ from ensemblepp.policy.centered import (
     dense_centered_policy_loss,
 )
 from ensemblepp.policy.losses import reinforce_loss
-from tests.policy_toy import Tree, make_generator, make_trees
+from tests.policy_toy import Tree, close, expected, gradient, make_generator, make_trees, policies
 
 SUMS = "sequence_mean_token_sum"
 WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -24,24 +24,6 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
     "mis": lambda r: torch.where((r >= 0.5) & (r <= 5.0), r, 0.0),
     "full": lambda r: r,
 }
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
-def gradient(loss: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
-    leaf = point.detach().clone().requires_grad_()
-    return torch.autograd.grad(loss(leaf), leaf)[0]
-
-
-def policies(tree: Tree, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = make_generator(seed)
-    return tree.random_logits(generator), tree.random_logits(generator), tree.random_rewards(generator)
-
-
-def expected(tree: Tree, sampler: Tensor, values: Tensor) -> Tensor:
-    return (tree.probs(sampler) * len(tree.tokens) * values).unsqueeze(1).expand(tree.mask.shape)
 
 
 def dense(tree: Tree, sampler: Tensor, advantages: Tensor, **options: object) -> Callable[[Tensor], Tensor]:

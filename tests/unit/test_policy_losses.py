@@ -1,17 +1,13 @@
-"""Policy losses against enumeration of a small tree, a public implementation's numbers and finite differences."""
+"""Policy losses against enumeration of a small tree, a public implementation's numbers and hand-computed values."""
 
-import itertools
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError
-from ensemblepp.policy.advantages import rloo_advantages, weighted_advantages
 from ensemblepp.policy.aggregation import AGGREGATIONS, aggregate
 from ensemblepp.policy.losses import (
     cispo_loss,
@@ -22,37 +18,13 @@ from ensemblepp.policy.losses import (
     reinforce_loss,
 )
 from ensemblepp.policy.penalties import reference_kl_penalty, sampler_kl_penalty
-from ensemblepp.policy.token_baseline import optimal_token_baseline
-from tests.policy_toy import Tree, make_generator, make_trees
+from tests.policy_reference import ADVANTAGES, GROUP, LOGPROB, MASK, OLD, SAMPLER, loss_case
+from tests.policy_toy import Tree, close, expected, gradient, make_trees, policies
 
-CASES = json.loads((Path(__file__).parents[1] / "reference" / "rollout_correction_cases.json").read_text())
-INPUTS = {name: torch.tensor(values, dtype=torch.float64) for name, values in CASES["inputs"].items()}
-LOGPROB, OLD, SAMPLER = (INPUTS[name] for name in ("log_prob", "old_log_prob", "rollout_log_prob"))
-MASK, ADVANTAGES = INPUTS["mask"], INPUTS["advantages"]
 SUMS = "sequence_mean_token_sum"
 TREES = make_trees()
 
 Loss = Callable[[Tensor], Tensor]
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
-def gradient(loss: Loss, point: Tensor) -> Tensor:
-    leaf = point.detach().clone().requires_grad_()
-    return torch.autograd.grad(loss(leaf), leaf)[0]
-
-
-def policies(tree: Tree, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """(sampler logits, trainer logits, rewards)."""
-    generator = make_generator(seed)
-    return tree.random_logits(generator), tree.random_logits(generator), tree.random_rewards(generator)
-
-
-def expected(tree: Tree, sampler: Tensor, values: Tensor) -> Tensor:
-    """What to multiply advantages with so that the mean over all sequences becomes an expectation under the sampler."""
-    return (tree.probs(sampler) * len(tree.tokens) * values).unsqueeze(1).expand(tree.mask.shape)
 
 
 # ----- a public implementation --------------------------------------------------------------------------------------
@@ -85,12 +57,12 @@ TOKEN_WEIGHTS = (LOGPROB - SAMPLER).exp().clamp(max=2.0)
     ],
 )
 def test_a_public_implementation_gets_the_same_loss_and_gradient(name: str, loss: Loss) -> None:
-    (case,) = [case for case in CASES["loss"] if case["name"] == name]
+    wanted, slope = loss_case(name)
     leaf = LOGPROB.clone().requires_grad_()
     value = loss(leaf, advantages=ADVANTAGES, mask=MASK)  # type: ignore[call-arg]
-    assert value.item() == pytest.approx(case["loss"], abs=1e-8)
+    assert value.item() == pytest.approx(wanted, abs=1e-8)
     value.backward()
-    close(leaf.grad, torch.tensor(case["grad_log_prob"], dtype=torch.float64), 1e-8)
+    close(leaf.grad, slope, 1e-8)
 
 
 # ----- denominators -------------------------------------------------------------------------------------------------
@@ -119,10 +91,10 @@ def test_rejecting_half_of_the_batch_halves_the_gradient(aggregation: str) -> No
 
 
 def test_masking_out_rejected_rows_renormalises_instead() -> None:
-    (case,) = [case for case in CASES["loss"] if "seq_mean_k3" in case["name"]]
-    kept = torch.tensor(case["grad_log_prob"]).abs().sum(1) > 0
+    value, slope = loss_case("bypass_reinforce|is=None|rs=seq_mean_k3:0.02|seq-mean-token-sum")
+    kept = slope.abs().sum(1) > 0
     mask = MASK * kept.unsqueeze(1)
-    wanted = torch.tensor(case["loss"], dtype=torch.float64)
+    wanted = torch.tensor(value, dtype=torch.float64)
     close(reinforce_loss(LOGPROB, ADVANTAGES, mask, aggregation=SUMS), wanted, 1e-8)
     shrunk = reinforce_loss(LOGPROB, ADVANTAGES, MASK, keep=mask.bool(), aggregation=SUMS)
     close(shrunk, wanted * kept.double().mean(), 1e-8)
@@ -130,7 +102,6 @@ def test_masking_out_rejected_rows_renormalises_instead() -> None:
 
 # ----- every loss ---------------------------------------------------------------------------------------------------
 
-GROUP = INPUTS["group"].long()
 EVERY: dict[str, Callable[..., Tensor]] = {
     "reinforce": lambda p, a, m, **o: reinforce_loss(p, a, m, weights=TOKEN_WEIGHTS[: len(p)], **o),
     "ppo": lambda p, a, m, **o: ppo_clip_loss(p, OLD[: len(p)], a, m, weights=TOKEN_WEIGHTS[: len(p)], **o),
@@ -243,80 +214,6 @@ def test_the_gradient_is_the_weighted_score_and_differentiating_the_weights_bias
     assert (through - wanted).abs().max() > 0.1
 
 
-# ----- baselines ----------------------------------------------------------------------------------------------------
-
-
-def grouped(tree: Tree, sampler: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every ordered group of `size` responses: (rows of the tree, group numbers, probability of each group)."""
-    rows = torch.cartesian_prod(*[torch.arange(len(tree.tokens))] * size)
-    return rows.flatten(), torch.arange(len(rows)).repeat_interleave(size), tree.probs(sampler)[rows].prod(1)
-
-
-def group_gradients(tree: Tree, trainer: Tensor, rows: Tensor, advantages: Tensor, size: int) -> Tensor:
-    """The mean of sum_t A_t s_t over each group: (groups, parameters)."""
-    terms = torch.einsum("rt,rtp->rp", advantages, tree.token_scores(trainer)[rows])
-    return terms.unflatten(0, (-1, size)).mean(1)
-
-
-def logit_energy(tree: Tree, trainer: Tensor) -> Tensor:
-    """|s_t|^2 of the tabular policy, which is |e_y - pi|^2."""
-    return tree.token_scores(trainer).square().sum(-1)
-
-
-@pytest.mark.parametrize("tree", [Tree(2, 3), Tree(3, 2, eos=0)])
-def test_leave_one_out_baselines_are_unbiased_and_inclusive_ones_shrink(tree: Tree) -> None:
-    _, trainer, rewards = policies(tree, seed=1)
-    rows, group, probability = grouped(tree, trainer, 2)
-    energy, mask = logit_energy(tree, trainer)[rows], tree.mask[rows]
-    true = tree.gradient(trainer, rewards).flatten()
-    for leave_one_out in (True, False):
-        advantages = optimal_token_baseline(rewards[rows], mask, group, energy, leave_one_out=leave_one_out)
-        mean = probability @ group_gradients(tree, trainer, rows, advantages, 2)
-        assert ((mean - true).abs().max() < 1e-10) == leave_one_out
-        assert leave_one_out or mean.norm() < 0.7 * true.norm()
-    rloo = rloo_advantages(rewards[rows], mask, group)
-    close(probability @ group_gradients(tree, trainer, rows, rloo, 2), true)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_second_moments_fall_from_no_baseline_to_the_optimal_token_baseline(seed: int) -> None:
-    """One group of all sequences, each weighted by its probability (a weight enters squared)."""
-    tree, generator = Tree(3, 3), make_generator(seed)
-    trainer, rewards = tree.random_logits(generator, scale=2.0), 3 + tree.random_rewards(generator)
-    p, scores, mask = tree.probs(trainer), tree.token_scores(trainer), tree.mask
-    group, weights = torch.zeros(len(p), dtype=torch.long), p.sqrt().unsqueeze(1).expand(mask.shape)
-
-    def second_moment(advantages: Tensor) -> Tensor:
-        return p @ torch.einsum("rt,rtp->rp", advantages.expand(mask.shape), scores).square().sum(1)
-
-    energy = scores.square().sum(-1)
-    token = optimal_token_baseline(rewards, mask, group, energy, importance_weights=weights, eps=0.0)
-    scalar = weighted_advantages(rewards, mask, group, p * scores.sum(1).square().sum(1))
-    # The best constants per position solve M B = v, and M is diagonal on-policy.
-    matrix = torch.einsum("r,rtp,rup->tu", p, scores, scores)
-    close(matrix, matrix.diag().diag())
-    best = torch.linalg.solve(matrix, torch.einsum("r,rtp,rp->t", p * rewards, scores, scores.sum(1)))
-    column = rewards.unsqueeze(1)
-    moments = [second_moment(each) for each in (column, column - p @ rewards, scalar, token, column - best)]
-    assert moments[1] < 0.05 * moments[0]
-    assert all(worse > better for worse, better in itertools.pairwise(moments))
-
-
-def test_score_energy_accumulates_and_weights_the_best_baseline() -> None:
-    tree = TREES[2]
-    _, trainer, rewards = policies(tree, seed=3)
-    partial_scores = tree.token_scores(trainer).cumsum(1)
-    exact = tree.expect(trainer, partial_scores.square().sum(-1) * tree.mask)
-    close(exact, tree.expect(trainer, logit_energy(tree, trainer).cumsum(1) * tree.mask))
-    weight = partial_scores[:, -1].square().sum(-1)
-    best = tree.expect(trainer, weight * rewards) / tree.expect(trainer, weight)
-
-    def second_moment(baseline: Tensor) -> Tensor:
-        return tree.expect(trainer, weight * (rewards - baseline).square())
-
-    assert all(second_moment(best) < second_moment(best + shift) for shift in (-0.01, 0.01))
-
-
 # ----- clipped losses -----------------------------------------------------------------------------------------------
 
 
@@ -390,128 +287,6 @@ def test_dppo_blocks_only_tokens_far_away_and_moving_outward(divergence: str, th
         new.log(),
     )
     close(slope, torch.tensor([[0.0, -1.04, 0.0, 1.8, -20.0, -0.2]], dtype=torch.float64))
-
-
-# ----- covariance ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tree", [Tree(2, 3), Tree(4, 1), Tree(3, 2, eos=0)])
-def test_the_covariance_loss_is_the_tangent_of_the_gain(tree: Tree) -> None:
-    sampler, trainer, rewards = policies(tree, seed=4)
-    rows, group, probability = grouped(tree, sampler, 2)
-    options = {"rewards": rewards[rows], "mask": tree.mask[rows], "group": group}
-
-    def loss(trainer: Tensor, weight: Tensor) -> Tensor:
-        """Expectation over groups: the value is a mean over rows, so weight each group's reward differences."""
-        scaled = rewards[rows] * (weight * len(weight)).repeat_interleave(2)
-        return covariance_loss(
-            tree.logprobs(trainer)[rows], **{**options, "rewards": scaled}, sampler_logprob=tree.logprobs(sampler)[rows]
-        )
-
-    log_rho = (tree.logprobs(trainer) - tree.logprobs(sampler)).sum(1)
-    q = tree.probs(sampler)
-    mean = q @ rewards
-    tangent = q @ ((rewards - mean) * log_rho)
-    close(-loss(trainer, probability), tangent)
-    wanted = (q * (rewards - mean)) @ tree.scores(trainer)
-    close(-gradient(lambda z: loss(z, probability), trainer).flatten(), wanted)
-    gain = tree.expect(trainer, rewards) - q @ rewards
-    assert (gain - tangent).abs() <= (rewards.max() - rewards.min()) * tree.sequence_kl(sampler, trainer)
-    # On-policy the scores have mean zero, so the covariance is the whole gradient and no baseline matters.
-    p = tree.probs(trainer)
-    for baseline in (0.0, 5.0):
-        close((p * (rewards - baseline)) @ tree.scores(trainer), tree.gradient(trainer, rewards).flatten())
-
-
-def test_without_sampler_the_covariance_loss_has_the_same_gradient_and_singletons_add_nothing() -> None:
-    rewards = ADVANTAGES.sum(1)
-    slopes = [
-        gradient(lambda p, q=q: covariance_loss(p, rewards, MASK, GROUP, sampler_logprob=q), LOGPROB)
-        for q in (None, SAMPLER)
-    ]
-    close(*slopes)
-    assert torch.equal(slopes[0][5], torch.zeros(5, dtype=torch.float64))
-    reinforce = gradient(
-        lambda p: reinforce_loss(p, rloo_advantages(rewards, MASK, GROUP), MASK, aggregation=SUMS), LOGPROB
-    )
-    close(slopes[0][:5], reinforce[:5])
-
-
-# ----- KL penalties -------------------------------------------------------------------------------------------------
-
-
-def enumerated(tree: Tree, weight: Tensor, loss: Callable[[slice], Tensor]) -> Tensor:
-    """The expectation of a per-batch loss by summing over batches of one sequence."""
-    return torch.stack([each * loss(slice(row, row + 1)) for row, each in enumerate(weight)]).sum()
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_sampler_penalty_estimates_the_sequence_kl_and_its_gradient(tree: Tree, estimator: str) -> None:
-    sampler, trainer, _ = policies(tree, seed=5)
-    q = tree.probs(sampler)
-
-    def penalty(trainer: Tensor) -> Tensor:
-        p, own = tree.logprobs(trainer), tree.logprobs(sampler)
-        return enumerated(
-            tree,
-            q,
-            lambda row: sampler_kl_penalty(p[row], own[row], tree.mask[row], estimator=estimator, aggregation=SUMS),
-        )
-
-    exact = estimator != "k2"
-    assert ((penalty(trainer) - tree.sequence_kl(sampler, trainer)).abs() < 1e-10) == exact
-    slope = gradient(penalty, trainer)
-    close(gradient(lambda z: tree.sequence_kl(sampler, z), trainer).flatten(), -(q @ tree.scores(trainer)))
-    assert ((slope.flatten() + q @ tree.scores(trainer)).abs().max() < 1e-10) == exact
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_reference_penalty_has_the_gradient_of_the_divergence_for_every_estimator(
-    tree: Tree, estimator: str
-) -> None:
-    reference, trainer, _ = policies(tree, seed=6)
-    p = tree.probs(trainer)
-
-    def penalty(z: Tensor, level: str) -> Tensor:
-        own, other = tree.logprobs(z), tree.logprobs(reference)
-        return enumerated(
-            tree,
-            p,
-            lambda row: reference_kl_penalty(
-                own[row], other[row], tree.mask[row], estimator=estimator, level=level, aggregation=SUMS
-            ),
-        )
-
-    if estimator != "k2":
-        close(penalty(trainer, "token"), tree.sequence_kl(trainer, reference))
-    close(
-        gradient(lambda z: penalty(z, "sequence"), trainer), gradient(lambda z: tree.sequence_kl(z, reference), trainer)
-    )
-    visited = gradient(lambda z: p @ tree.token_kl(z, reference).sum(1), trainer)
-    close(gradient(lambda z: penalty(z, "token"), trainer), visited)
-
-
-def test_a_kl_penalty_is_a_constant_added_to_the_reward_of_the_uncentred_gradient() -> None:
-    tree, beta = TREES[2], 0.7
-    sampler, trainer, rewards = policies(tree, seed=7)
-    q, mean = tree.probs(sampler), tree.expect(sampler, rewards)
-    penalised = gradient(
-        lambda z: (
-            reinforce_loss(tree.logprobs(z), expected(tree, sampler, rewards - mean), tree.mask, aggregation=SUMS)
-            + beta * tree.sequence_kl(sampler, z)
-        ),
-        trainer,
-    )
-    shifted = gradient(
-        lambda z: reinforce_loss(
-            tree.logprobs(z), expected(tree, sampler, rewards - mean + beta), tree.mask, aggregation=SUMS
-        ),
-        trainer,
-    )
-    close(penalised, shifted)
-    assert (q @ tree.scores(trainer)).abs().max() > 0.01
 
 
 # ----- refusals -----------------------------------------------------------------------------------------------------

@@ -1,8 +1,5 @@
 """Presets: every published name is the composition it says, and rejected rows stay out of everything."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,12 +9,9 @@ from ensemblepp.policy.advantages import rloo_advantages
 from ensemblepp.policy.losses import ppo_clip_loss, reinforce_loss
 from ensemblepp.policy.presets import PRESETS, Preset, RolloutCorrection, rollout_correction
 from ensemblepp.policy.token_baseline import optimal_token_baseline
+from tests.policy_reference import ADVANTAGES, INPUTS, LOGPROB, MASK, OLD, SAMPLER, loss_case
 from tests.policy_toy import Tree, make_generator
 
-CASES = json.loads((Path(__file__).parents[1] / "reference" / "rollout_correction_cases.json").read_text())
-INPUTS = {name: torch.tensor(values, dtype=torch.float64) for name, values in CASES["inputs"].items()}
-LOGPROB, OLD, SAMPLER = (INPUTS[name] for name in ("log_prob", "old_log_prob", "rollout_log_prob"))
-MASK, ADVANTAGES = INPUTS["mask"], INPUTS["advantages"]
 SUMS = "sequence_mean_token_sum"
 
 
@@ -46,15 +40,14 @@ def correct(preset: str | Preset, trainer: Tensor = LOGPROB, **options: Tensor) 
 )
 def test_a_public_implementation_gets_the_same_updates(name: str, preset: str | Preset) -> None:
     """It divides by the responses that are left, we by all of them."""
-    (case,) = [case for case in CASES["loss"] if case["name"] == name]
+    wanted, slope = loss_case(name)
     leaf = LOGPROB.clone().requires_grad_()
     correction = correct(preset, leaf)
     share = correction.keep.any(1).double().mean()
     value = correction.loss(leaf, ADVANTAGES, aggregation=SUMS)
-    assert value.item() == pytest.approx(case["loss"] * share.item(), abs=1e-8)
+    assert value.item() == pytest.approx(wanted * share.item(), abs=1e-8)
     value.backward()
-    wanted = torch.tensor(case["grad_log_prob"], dtype=torch.float64) * share
-    torch.testing.assert_close(leaf.grad, wanted, rtol=0, atol=1e-8)
+    torch.testing.assert_close(leaf.grad, slope * share, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", PRESETS)

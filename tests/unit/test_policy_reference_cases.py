@@ -4,8 +4,6 @@ Its masked means divide by the number of tokens plus 1e-8, hence a tolerance of 
 on purpose, which the last test pins. Advantages and losses of the same batch are tested beside their functions.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +19,10 @@ from ensemblepp.policy.ratios import (
     sequence_ratios,
     token_ratios,
 )
+from tests.policy_reference import CASES, MASK, OLD, SAMPLER
 
-CASES: dict[str, Any] = json.loads(
-    (Path(__file__).parents[1] / "reference" / "rollout_correction_cases.json").read_text()
-)
-INPUTS = {name: torch.tensor(values, dtype=torch.float64) for name, values in CASES["inputs"].items()}
-MASK = INPUTS["mask"].bool()
-OLD, SAMPLER = INPUTS["old_log_prob"], INPUTS["rollout_log_prob"]
-LOG_RATIO = log_ratios(OLD, SAMPLER, MASK)
+OWN = MASK.bool()
+LOG_RATIO = log_ratios(OLD, SAMPLER, OWN)
 
 NAMES = {
     "training_ppl": "perplexity_trainer",
@@ -58,16 +52,16 @@ def is_asymmetric(case: dict[str, Any]) -> bool:
 def weigh(level: str, threshold: float | str) -> tuple[Tensor, float, float]:
     """(weights, lower, upper): truncated at a number, masked outside an interval."""
     if isinstance(threshold, float):
-        return importance_weights(LOG_RATIO, MASK, level=level, upper=threshold), 1 / threshold, threshold
+        return importance_weights(LOG_RATIO, OWN, level=level, upper=threshold), 1 / threshold, threshold
     lower, upper = (float(bound) for bound in threshold.split("_"))
-    ratio = token_ratios(LOG_RATIO, MASK)
+    ratio = token_ratios(LOG_RATIO, OWN)
     if level == "sequence":
-        ratio = sequence_ratios(LOG_RATIO, MASK).unsqueeze(1).expand_as(ratio)
-    return torch.where(MASK & mask_ratio(ratio, lower, upper), ratio, 0.0), lower, upper
+        ratio = sequence_ratios(LOG_RATIO, OWN).unsqueeze(1).expand_as(ratio)
+    return torch.where(OWN & mask_ratio(ratio, lower, upper), ratio, 0.0), lower, upper
 
 
 def test_mismatch_report() -> None:
-    report = mismatch_report(OLD, SAMPLER, MASK)
+    report = mismatch_report(OLD, SAMPLER, OWN)
     assert CASES["offpolicy_metrics"].keys() == NAMES.keys()
     for theirs, ours in NAMES.items():
         assert report[ours].item() == near(CASES["offpolicy_metrics"][theirs]), ours
@@ -80,15 +74,15 @@ def test_importance_weights(case: dict[str, Any]) -> None:
     expected = torch.tensor(case["weights"], dtype=torch.float64)
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-8)
     metrics = case["metrics"]
-    assert masked_mean(weights, MASK).item() == near(metrics["rollout_is_mean"])
+    assert masked_mean(weights, OWN).item() == near(metrics["rollout_is_mean"])
     # Theirs is (n + e) (mean + e)^2 / sum w^2 with e = 1e-8, too far from e = 0 for a comparison to 1e-8.
-    count, total = int(MASK.sum()), float(weights.sum())
+    count, total = int(OWN.sum()), float(weights.sum())
     padded = count * (count + 1e-8) * ((total / (count + 1e-8) + 1e-8) / total) ** 2
-    size = padded * effective_sample_size(weights, MASK).item()
+    size = padded * effective_sample_size(weights, OWN).item()
     assert size == near(metrics["rollout_is_eff_sample_size"])
-    ratio = sequence_ratios(LOG_RATIO, MASK)
+    ratio = sequence_ratios(LOG_RATIO, OWN)
     if case["level"] == "token":
-        report = mismatch_report(OLD, SAMPLER, MASK, lower=lower, upper=upper)
+        report = mismatch_report(OLD, SAMPLER, OWN, lower=lower, upper=upper)
         high, low = report["clip_fraction_high"].item(), report["clip_fraction_low"].item()
     else:
         high, low = (ratio > upper).double().mean().item(), (ratio < lower).double().mean().item()
@@ -103,18 +97,18 @@ def test_importance_weights(case: dict[str, Any]) -> None:
     ids=lambda case: f"{case['option']}-{case['threshold']}",
 )
 def test_rejection_masks(case: dict[str, Any]) -> None:
-    keep = rejection_mask(LOG_RATIO, MASK, case["option"], case["threshold"])
+    keep = rejection_mask(LOG_RATIO, OWN, case["option"], case["threshold"])
     assert torch.equal(keep, torch.tensor(case["mask"]).bool())
-    rejected = masked_mean((~keep).double(), MASK).item()
+    rejected = masked_mean((~keep).double(), OWN).item()
     assert rejected == near(case["metrics"]["rollout_rs_masked_fraction"])
 
 
 def test_asymmetric_k1_bounds_apply_to_the_ratio_and_not_to_its_inverse() -> None:
     (case,) = [case for case in CASES["rejection"] if is_asymmetric(case)]
-    theirs, ratio = torch.tensor(case["mask"]).bool(), token_ratios(LOG_RATIO, MASK)
-    ours = rejection_mask(LOG_RATIO, MASK, case["option"], case["threshold"])
-    assert torch.equal(ours, MASK & (ratio >= 0.5) & (ratio <= 1.2))
-    assert torch.equal(theirs, MASK & (ratio >= 1 / 1.2) & (ratio <= 1 / 0.5))
+    theirs, ratio = torch.tensor(case["mask"]).bool(), token_ratios(LOG_RATIO, OWN)
+    ours = rejection_mask(LOG_RATIO, OWN, case["option"], case["threshold"])
+    assert torch.equal(ours, OWN & (ratio >= 0.5) & (ratio <= 1.2))
+    assert torch.equal(theirs, OWN & (ratio >= 1 / 1.2) & (ratio <= 1 / 0.5))
     assert not torch.equal(ours, theirs)
     # The same bounds, inverted by hand, give their mask.
-    assert torch.equal(rejection_mask(LOG_RATIO, MASK, case["option"], f"{1 / 1.2}_2.0"), theirs)
+    assert torch.equal(rejection_mask(LOG_RATIO, OWN, case["option"], f"{1 / 1.2}_2.0"), theirs)
