@@ -10,23 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from ensemblepp.policy.aggregation import AGGREGATIONS
-from ensemblepp.policy.centered import (
+from ensemblepp.policy import (
+    AGGREGATIONS,
     centered_policy_loss,
     centered_policy_loss_from_logits,
-    dense_centered_policy_loss,
-)
-from ensemblepp.policy.losses import (
     cispo_loss,
     covariance_loss,
+    dense_centered_policy_loss,
     dppo_loss,
     gspo_loss,
+    log_ratios,
     ppo_clip_loss,
+    reference_kl_penalty,
     reinforce_loss,
+    sampler_kl_penalty,
+    selected_logprobs,
+    sequence_ratios,
 )
-from ensemblepp.policy.penalties import reference_kl_penalty, sampler_kl_penalty
-from ensemblepp.policy.ratios import log_ratios, sequence_ratios
-from ensemblepp.policy.vocabulary import selected_logprobs
 from tests.policy_reference import ADVANTAGES, GROUP, LOGPROB, MASK, OLD, SAMPLER
 from tests.policy_toy import close, gradient, make_generator
 
@@ -77,6 +77,14 @@ def geometric(logprob: Tensor) -> Tensor:
     return torch.minimum(ratio * TOTAL, ratio.clamp(0.9, 1.1) * TOTAL)
 
 
+def geometric_tokens(logprob: Tensor) -> Tensor:
+    """s_t = sg[s] p_t / sg[p_t] with s over all own tokens, the rejected ones included; clipped responses stand still."""
+    frozen = (((LOGPROB - OLD) * MASK).sum(1) / MASK.sum(1)).exp()
+    free = torch.where(TOTAL > 0, frozen <= 1.1, frozen >= 0.9)
+    per_token = (free * frozen * TOTAL).unsqueeze(1) * (logprob - LOGPROB).exp()
+    return torch.where(ACTIVE, per_token, 0.0).sum(1) / MASK.sum(1)
+
+
 def trusted(divergence: Tensor, threshold: float) -> Tensor:
     outward = torch.where(SIGNAL > 0, LOGPROB > OLD, LOGPROB < OLD)
     return SIGNAL * LOSS_RATIO.clamp(max=20.0) * ~((divergence > threshold) & outward)
@@ -116,6 +124,10 @@ CASES: dict[str, tuple[Objective, Objective]] = {
             p, OLD, TOTAL.unsqueeze(1).expand(6, 5), MASK, clip_low=0.1, clip_high=0.1, keep=KEEP.all(1)[:, None] & KEEP
         ),
         lambda p: -torch.where(KEEP.all(1), geometric(p), 0.0).mean(),
+    ),
+    "gspo, part of a response": (
+        lambda p: gspo_loss(p, OLD, TOTAL.unsqueeze(1).expand(6, 5), MASK, clip_low=0.1, clip_high=0.1, keep=KEEP),
+        lambda p: -geometric_tokens(p).mean(),
     ),
     "cispo": (
         lambda p: cispo_loss(p, lower=0.9, upper=1.1, weights=WEIGHTS, **FROM_OLD),
