@@ -12,39 +12,11 @@ from ensemblepp.agents import NeuralDropout, NeuralGreedy
 from ensemblepp.errors import ParameterError
 from ensemblepp.seeding import make_generator
 from ensemblepp.testing_common import leaves, require_same_state, snapshot
-from ensemblepp.types import Transition
+from tests.neural_cases import ARMS, DIM, SMALL, contexts_for, datum, normal, taught
 
-DIM, ARMS, REPLICAS, UNITS = 3, 4, 2, 11
-SMALL: dict[str, Any] = {
-    "hidden_dims": (6, 5),
-    "batch_size": 4,
-    "updates_per_step": 2,
-    "num_replicas": REPLICAS,
-    "dtype": torch.float64,
-}
+REPLICAS, UNITS = SMALL["num_replicas"], sum(SMALL["hidden_dims"])
 MAKE = partial(NeuralDropout, DIM, dropout_rate=0.4, **SMALL)
 CLOSE: dict[str, float] = {"rtol": 1e-9, "atol": 1e-11}
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=make_generator(seed, "data"), dtype=torch.float64)
-
-
-def datum(count: int, seed: int, num_arms: int | None = None) -> Transition:
-    size = (REPLICAS, count)
-    arm = None if num_arms is None else torch.randint(num_arms, size, generator=make_generator(seed, "arm"))
-    return Transition(normal(*size, DIM, seed=seed), 5 + 3 * normal(*size, seed=seed + 1000), arm)
-
-
-def taught(agent: NeuralDropout, steps: int = 6) -> NeuralDropout:
-    for step in range(steps):
-        agent.update(datum(2, 100 + step, agent.num_arms))
-    return agent
-
-
-def contexts_for(agent: NeuralDropout, batch: int) -> Tensor:
-    arms = () if agent.num_arms else (ARMS,)
-    return normal(REPLICAS, batch, *arms, DIM, seed=7)
 
 
 def parameters(agent: NeuralDropout) -> list[dict[str, Tensor]]:
@@ -100,7 +72,7 @@ def test_training_follows_the_gradient_of_autograd_under_a_mask_per_datum(num_ar
     assert minibatch.index is not None
     assert minibatch.index.shape == (REPLICAS, 4, UNITS)
     before = [{name: part.clone().requires_grad_() for name, part in each.items()} for each in parameters(agent)]
-    metrics = agent.update(datum(2, 50, num_arms), minibatches=[minibatch])
+    metrics = agent.update(datum(agent, 2, 50), minibatches=[minibatch])
     batch, losses = agent.replay.gather(minibatch.slots), []
     for r in range(REPLICAS):
         output = masked_output(before, batch["features"][r], minibatch.index[r], r)
@@ -118,8 +90,8 @@ def test_a_rate_of_zero_is_the_greedy_network() -> None:
     dropout, greedy = MAKE(dropout_rate=0.0), NeuralGreedy(DIM, **SMALL)
     for step in range(6):
         minibatches = dropout.draw_minibatches(2)
-        dropout.update(datum(2, step), minibatches=minibatches)
-        greedy.update(datum(2, step), minibatches=[replace(each, index=None) for each in minibatches])
+        dropout.update(datum(dropout, 2, step), minibatches=minibatches)
+        greedy.update(datum(dropout, 2, step), minibatches=[replace(each, index=None) for each in minibatches])
     for name, leaf in leaves(greedy.state_dict()["scorer"]).items():
         torch.testing.assert_close(leaves(dropout.state_dict()["scorer"])[name], leaf, **CLOSE)
     contexts = contexts_for(dropout, 3)

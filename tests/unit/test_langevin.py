@@ -12,28 +12,10 @@ from ensemblepp.agents import LangevinTS
 from ensemblepp.errors import ParameterError
 from ensemblepp.seeding import make_generator
 from ensemblepp.types import Transition
+from tests.neural_cases import ARMS, DIM, datum, normal, taught
 
-DIM, ARMS = 3, 4
 SMALL: dict[str, Any] = {"hidden_dims": (5,), "batch_size": 4, "updates_per_step": 2, "dtype": torch.float64}
 MAKE = partial(LangevinTS, DIM, num_replicas=2, **SMALL)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=make_generator(seed, "data"), dtype=torch.float64)
-
-
-def datum(agent: LangevinTS, count: int, seed: int) -> Transition:
-    size = (agent.num_replicas, count)
-    arm = None
-    if agent.num_arms is not None:
-        arm = torch.randint(agent.num_arms, size, generator=make_generator(seed, "arm"))
-    return Transition(normal(*size, DIM, seed=seed), 5 + 3 * normal(*size, seed=seed + 1000), arm)
-
-
-def taught(agent: LangevinTS, steps: int = 4) -> LangevinTS:
-    for step in range(steps):
-        agent.update(datum(agent, 2, 100 + step))
-    return agent
 
 
 def parameters(agent: LangevinTS) -> list[Tensor]:
@@ -54,7 +36,7 @@ def test_a_step_is_the_formula_with_the_gradient_of_autograd(
         "weight_decay": 0.7,
         "updates_per_step": 1,
     }
-    agent = taught(MAKE(num_arms=num_arms, temperature=temperature, **options))
+    agent = taught(MAKE(num_arms=num_arms, temperature=temperature, **options), 4)
     (minibatch,) = agent.draw_minibatches(1)
     new = datum(agent, 1, 50)
     before = [each.clone().requires_grad_() for each in parameters(agent)]

@@ -5,179 +5,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
 from ensemblepp.agents import (
-    EnsemblePlus,
-    EpiNet,
-    LangevinTS,
     NeuralAgent,
-    NeuralDropout,
     NeuralEnsemblePP,
-    NeuralEpsilonGreedy,
-    NeuralGreedy,
-    NeuralLinear,
-    NeuralThompson,
-    NeuralUCB,
-    RandomFeatureEnsemblePP,
 )
 from ensemblepp.errors import ParameterError
-from ensemblepp.linear import LinearPosterior
 from ensemblepp.seeding import make_generator
 from ensemblepp.testing_common import is_stream, leaves, one_replica, require_same_state
 from ensemblepp.types import Transition
-
-DIM, ARMS = 3, 4
-SMALL: dict[str, Any] = {
-    "hidden_dims": (6, 5),
-    "batch_size": 4,
-    "updates_per_step": 2,
-    "num_replicas": 2,
-    "dtype": torch.float64,
-}
-EXACT = partial(NeuralEnsemblePP, DIM, index_dim=4, **SMALL)
-SGD = partial(EXACT, head="sgd")
-EVERY: dict[str, Any] = {
-    "exact": partial(EXACT, refit_period=3),
-    "sgd": SGD,
-    "logistic": partial(SGD, loss="logistic"),
-    "ensemble_plus": partial(EnsemblePlus, DIM, index_dim=4, **SMALL),
-    "epi_net": partial(EpiNet, DIM, index_dim=4, **SMALL),
-    "neural_linear": partial(NeuralLinear, DIM, refit_period=3, **SMALL),
-    "greedy": partial(NeuralGreedy, DIM, **SMALL),
-    "neural_ucb": partial(NeuralUCB, DIM, **SMALL),
-    "neural_thompson": partial(NeuralThompson, DIM, **SMALL),
-    "langevin_ts": partial(LangevinTS, DIM, **SMALL),
-    "neural_dropout": partial(NeuralDropout, DIM, **SMALL),
-}
-
-ON_ONE_NETWORK = ["neural_ucb", "neural_thompson", "langevin_ts", "neural_dropout"]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=make_generator(seed, "data"), dtype=torch.float64)
-
-
-def datum(agent: NeuralAgent, count: int, seed: int) -> Transition:
-    size = (agent.num_replicas, count)
-    reward = torch.rand(size, generator=make_generator(seed, "reward"), dtype=torch.float64)
-    arm = None
-    if agent.num_arms is not None:
-        arm = torch.randint(agent.num_arms, size, generator=make_generator(seed, "arm"))
-    return Transition(normal(*size, agent.feature_dim, seed=seed), reward, arm)
-
-
-def taught(agent: NeuralAgent, steps: int = 12, count: int = 2, seed: int = 100) -> NeuralAgent:
-    for step in range(steps):
-        agent.update(datum(agent, count, seed + step))
-    return agent
-
-
-def contexts_for(agent: NeuralAgent, batch: int, seed: int = 7) -> Tensor:
-    arms = () if agent.num_arms else (ARMS,)
-    return normal(agent.num_replicas, batch, *arms, agent.feature_dim, seed=seed)
-
-
-def features_by_hand(agent: NeuralAgent, x: np.ndarray, weight: np.ndarray, parts: tuple[str, ...]) -> np.ndarray:
-    """phi of one replica's data, from the documented formula: equal shares of prior_scale^2 = 1."""
-    assert agent.closed_form is not None
-    h = agent.closed_form.torso(torch.as_tensor(x)).numpy()
-    raw = {"features": h, "input": x, "constant": np.ones_like(x[..., :1])}
-    columns = []
-    for part in parts:
-        square = (raw[part] ** 2).sum(-1)
-        mean = (square * weight).sum(-1, keepdims=True) / weight.sum(-1, keepdims=True)
-        columns.append(raw[part] / np.sqrt(len(parts) * mean)[..., None])
-    return np.concatenate(columns, axis=-1)
-
-
-def batch_formula(
-    phi: np.ndarray, y: np.ndarray, z: np.ndarray, start: np.ndarray, eta: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Textbook posterior of theta ~ N(0, I): mean, ensemble factor and covariance."""
-    sigma = np.linalg.inv(np.eye(phi.shape[1]) + phi.T @ phi / eta**2)
-    return sigma @ phi.T @ y / eta**2, sigma @ (start + phi.T @ z / eta), sigma
-
-
-@pytest.mark.parametrize("known", [0.2, None])
-@pytest.mark.parametrize("num_arms", [None, ARMS])
-def test_after_a_refit_the_exact_head_is_the_batch_formula_on_all_stored_data(
-    num_arms: int | None, known: float | None
-) -> None:
-    agent = EXACT(refit_period=1, num_arms=num_arms, noise_scale=known)
-    assert agent.closed_form is not None
-    start = agent.closed_form.posterior.factor.numpy().copy()
-    taught(agent, 14)
-    if known is None:
-        before = agent.calibration.noise.numpy().ravel()
-    last = datum(agent, 3, 50)
-    agent.update(replace(last, observed=torch.tensor([[True, False, True], [True, True, True]])))
-    data = {name: value.numpy() for name, value in agent.replay.stored().items()}
-    x, w, z, arm = (data[name] for name in ("features", "weight", "perturbation", "arm"))
-    assert w.sum(-1).tolist() == [30.0, 31.0]
-    phi = features_by_hand(agent, x, w, ("features", "input", "constant"))
-    posterior = agent.closed_form.posterior
-    for r in range(2):
-        seen = w[r] > 0
-        reward = data["reward"][r][seen]
-        scale = reward.std()
-        eta = before[r] if known is None else known / scale
-        for k in range(num_arms or 1):
-            place = (r, k) if num_arms else (r,)
-            own = seen & (arm[r] == k)
-            y = (data["reward"][r][own] - reward.mean()) / scale
-            mean, factor, sigma = batch_formula(phi[r][own], y, z[r][own], start[place], eta)
-            np.testing.assert_allclose(posterior.mean[place].numpy(), mean, rtol=1e-9, atol=1e-9)
-            np.testing.assert_allclose(posterior.factor[place].numpy(), factor, rtol=1e-9, atol=1e-9)
-            np.testing.assert_allclose(posterior.covariance[place].numpy(), sigma, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("num_arms", [None, ARMS])
-def test_a_refit_estimates_the_noise_from_its_residuals_and_the_parameters_that_the_data_determine(
-    num_arms: int | None,
-) -> None:
-    agent = EXACT(refit_period=1, num_arms=num_arms, updates_per_step=0)
-    assert agent.closed_form is not None
-    taught(agent, 40)
-    eta = agent.calibration.noise.numpy().ravel()
-    agent.update(datum(agent, 1, 50))
-    data = {name: value.numpy() for name, value in agent.replay.stored().items()}
-    phi = features_by_hand(agent, data["features"], data["weight"], ("features", "input", "constant"))
-    for r in range(2):
-        y = (data["reward"][r] - data["reward"][r].mean()) / data["reward"][r].std()
-        residual, gamma = 0.0, 0.0
-        for k in range(num_arms or 1):
-            own = data["arm"][r] == k
-            mean, _, sigma = batch_formula(phi[r][own], y[own], np.zeros((own.sum(), 4)), np.zeros((14 - 5, 4)), eta[r])
-            residual += ((y[own] - phi[r][own] @ mean) ** 2).sum()
-            gamma += len(sigma) - np.trace(sigma)
-        assert len(y) - gamma > 2
-        assert float(agent.calibration.noise[r]) == pytest.approx((residual / (len(y) - gamma)) ** 0.5, rel=1e-9)
-
-
-def test_between_refits_every_datum_moves_the_exact_head_as_the_batch_formula_would() -> None:
-    agent = taught(EXACT(refit_period=20, noise_scale=0.5, standardise=False), 7)
-    assert agent.closed_form is not None
-    refitted = agent._refitted_at
-    agent.update(datum(agent, 1, 50))
-    agent.update(datum(agent, 2, 51))
-    assert agent._refitted_at == refitted
-    data = agent.replay.stored()
-    whole = LinearPosterior(9, agent.closed_form._directions, num_replicas=2, noise_scale=0.5, dtype=torch.float64)
-    whole.refit(
-        agent.closed_form.phi(data["features"]),
-        data["reward"],
-        data["perturbation"],
-        directions=agent.closed_form._directions,
-    )
-    own = agent.closed_form.posterior
-    for mine, wanted in ((own.mean, whole.mean), (own.factor, whole.factor), (own.covariance, whole.covariance)):
-        # The agent whitens its rows by the noise level, which is the same posterior.
-        torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
+from tests.neural_cases import ARMS, DIM, EVERY, ON_ONE_NETWORK, SGD, contexts_for, datum, normal, taught
 
 
 @pytest.mark.parametrize("num_arms", [None, ARMS])
@@ -355,115 +196,6 @@ def test_a_learning_rate_that_blows_everything_up_never_raises(name: str) -> Non
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("epsilon", [0.0, 0.05, 0.4, 1.0])
-def test_epsilon_greedy_explores_at_its_rate(epsilon: float) -> None:
-    agent = taught(NeuralEpsilonGreedy(DIM, epsilon=epsilon, **SMALL), 6)
-    n = 20_000
-    contexts = contexts_for(agent, 1).expand(-1, n // 2, -1, -1)
-    decision = agent.act(contexts)
-    assert decision.scores is not None
-    assert decision.arm is not None
-    best = decision.scores.argmax(-1)
-    rate = epsilon * (1 - 1 / ARMS)
-    off = float((decision.arm != best).double().mean())
-    assert abs(off - rate) <= 4 * (rate * (1 - rate) / n) ** 0.5
-    if epsilon:
-        explored = decision.arm[0][decision.arm[0] != best[0]]
-        counts = torch.bincount(explored, minlength=ARMS)
-        counts = torch.cat([counts[: best[0, 0]], counts[best[0, 0] + 1 :]])
-        assert chisquare(counts.numpy()).pvalue > 1e-4
-
-
-def test_epsilon_greedy_explores_among_allowed_arms_only() -> None:
-    agent = taught(NeuralEpsilonGreedy(DIM, epsilon=1.0, **SMALL), 6)
-    mask = torch.tensor([True, False, True, False]).expand(2, 1000, -1)
-    arm = agent.act(contexts_for(agent, 1000), mask).arm
-    assert arm is not None
-    assert set(arm.flatten().tolist()) == {0, 2}
-
-
-RANDOM = partial(RandomFeatureEnsemblePP, DIM, num_features=5, index_dim=4, num_replicas=2, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("option", ["updates_per_step", "replay_capacity", "batch_size", "update_period", "min_data"])
-def test_random_features_have_no_options_of_training(option: str) -> None:
-    with pytest.raises(TypeError, match=option):
-        RANDOM(**{option: 2})
-
-
-@pytest.mark.parametrize("num_arms", [None, ARMS])
-def test_after_its_calibration_data_a_random_feature_agent_is_purely_incremental(num_arms: int | None) -> None:
-    agent = taught(RANDOM(calibration_data=12, num_arms=num_arms), 6)
-    head = agent.closed_form
-    assert head is not None
-    refitted = agent._refitted_at
-    assert 0 < refitted <= 12
-    offset, scale, noise = (each.clone() for each in head._units())
-    plain = copy.deepcopy(head.posterior)
-    weights = head.torso.parameters.flat.clone()
-    for step in range(15):
-        new = replace(datum(agent, 2, 700 + step), perturbation=normal(2, 2, 4, seed=800 + step))
-        new = replace(new, reward=10 * new.reward)  # other units from now on, which must not matter
-        agent.update(new)
-        rows = head.phi(new.features) / noise.unsqueeze(-1)
-        plain.update(rows, (new.reward - offset) / scale / noise, new.perturbation, new.arm)
-    assert agent._refitted_at == refitted
-    torch.testing.assert_close(head.posterior.state, plain.state, rtol=1e-12, atol=1e-12)
-    assert torch.equal(head.torso.parameters.flat, weights)
-    assert agent.replay.size == 12
-
-
-def test_a_first_batch_larger_than_the_calibration_data_is_calibrated_on() -> None:
-    agent = RANDOM(calibration_data=6)
-    agent.update(datum(agent, 10, 0))
-    assert agent.closed_form is not None
-    x = normal(2, 5, DIM)
-    # phi of an input must not depend on the inputs it is asked with.
-    together, apart = agent.closed_form.phi(x), agent.closed_form.phi(x[:, :1])
-    torch.testing.assert_close(together[:, :1], apart)
-
-
-def test_random_features_are_relu_of_a_fixed_gaussian_projection() -> None:
-    agent = RandomFeatureEnsemblePP(4, num_features=500, num_replicas=1, dtype=torch.float64)
-    assert agent.closed_form is not None
-    x = normal(1, 1, 4)
-    h = agent.closed_form.torso(x).flatten()
-    # relu(s u) with u ~ N(0, 1) and s = |x| / sqrt(d): mean square s^2 / 2, fourth moment 3 s^4 / 2.
-    s2 = float(x.square().mean())
-    assert float((h == 0).double().mean()) == pytest.approx(0.5, abs=4 * (0.25 / 500) ** 0.5)
-    assert float(h.square().mean()) == pytest.approx(s2 / 2, abs=4 * s2 * (1.25 / 500) ** 0.5)
-    torch.testing.assert_close(agent.closed_form.torso(3 * x).flatten(), 3 * h)
-
-
-@pytest.mark.parametrize("refit_period", [1, 20])
-@pytest.mark.parametrize("num_arms", [None, ARMS])
-def test_neural_linear_on_a_fixed_torso_is_textbook_bayesian_regression(
-    num_arms: int | None, refit_period: int
-) -> None:
-    options = SMALL | {"updates_per_step": 0, "num_arms": num_arms, "refit_period": refit_period}
-    agent = taught(NeuralLinear(DIM, noise_scale=0.3, standardise=False, **options), 15, count=1)
-    head = agent.closed_form
-    assert head is not None
-    assert head.posterior.index_dim == 0
-    assert torch.equal(head.torso.parameters.flat, agent.network.torso.parameters.flat)
-    data = agent.replay.stored()
-    if refit_period == 1:
-        phi = features_by_hand(agent, data["features"].numpy(), data["weight"].numpy(), ("features", "constant"))
-    else:
-        assert agent._refitted_at < 15
-        phi = head.phi(data["features"]).numpy()
-    for r in range(2):
-        for k in range(num_arms or 1):
-            place = (r, k) if num_arms else (r,)
-            own = data["arm"][r].numpy() == k
-            y = data["reward"][r].numpy()[own]
-            empty = np.zeros((own.sum(), 0))
-            mean, _, sigma = batch_formula(phi[r][own], y, empty, np.zeros((phi.shape[-1], 0)), 0.3)
-            np.testing.assert_allclose(head.posterior.mean[place].numpy(), mean, rtol=1e-9, atol=1e-9)
-            np.testing.assert_allclose(head.posterior.covariance[place].numpy(), sigma, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.statistical
 @pytest.mark.parametrize("num_arms", [None, ARMS])
 @pytest.mark.parametrize(
     "name",
@@ -518,31 +250,10 @@ def test_posterior_samples_have_the_closed_form_mean_and_covariance(name: str, n
         torch.testing.assert_close(own, variance.sqrt(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["ensemble_plus", "epi_net"])
-def test_posterior_samples_of_the_rivals_move_nothing(name: str) -> None:
-    agent = taught(EVERY[name](), 6)
-    before = copy.deepcopy(agent.state_dict())
-    samples = agent.posterior_samples(normal(2, 3, DIM), None, 5, make_generator(1, "draw"))
-    assert samples.shape == (2, 5, 3)
-    assert float(samples.std(1).min()) > 0
-    require_same_state(before, agent.state_dict(), "posterior samples must move nothing")
-
-
 def test_an_agent_without_a_posterior_says_so() -> None:
     agent = EVERY["greedy"]()
     with pytest.raises(ParameterError, match="posterior_samples of NeuralGreedy must belong to an agent with a"):
         agent.posterior_samples(normal(2, 3, DIM), None, 5, make_generator(1, "draw"))
-
-
-@pytest.mark.parametrize("name", ["exact", "neural_linear"])
-def test_only_a_refit_moves_the_noise_level_of_an_exact_head(name: str) -> None:
-    agent = taught(EVERY[name](refit_period=20), 18)
-    levels = []
-    for step in range(2):
-        agent.update(datum(agent, 1, 900 + step))
-        levels.append((agent._refitted_at, agent.calibration.noise.clone()))
-    assert levels[0][0] == levels[1][0]
-    assert torch.equal(levels[0][1], levels[1][1])
 
 
 @pytest.mark.parametrize("num_arms", [None, ARMS])
@@ -575,29 +286,3 @@ def test_training_waits_for_min_data_and_keeps_to_its_period() -> None:
     agent = EVERY["sgd"](min_data=5, update_period=3)
     trained = ["train/loss" in agent.update(datum(agent, 1, step)) for step in range(12)]
     assert trained == [step in (5, 8, 11) for step in range(12)]
-
-
-def test_ensemble_plus_follows_each_member_equally_often() -> None:
-    agent = taught(EVERY["ensemble_plus"](), 6)
-    n = 8000
-    scores = agent.act(contexts_for(agent, 1).expand(-1, n, -1, -1)).scores
-    assert scores is not None
-    for r in range(2):
-        models, counts = torch.unique(scores[r].round(decimals=9), dim=0, return_counts=True)
-        assert len(models) == 4
-        assert chisquare(counts.numpy()).pvalue > 1e-4
-
-
-@pytest.mark.parametrize("num_arms", [None, 3])
-def test_greedy_ensemble_plus_acts_on_the_average_of_its_members(num_arms: int | None) -> None:
-    agent = taught(partial(EnsemblePlus, DIM, index_dim=4, num_arms=num_arms, acquisition="greedy", **SMALL)(), 6)
-    contexts = torch.randn(2, 1, *([DIM] if num_arms else [5, DIM]), generator=make_generator(3, "x"))
-    members = agent.scorer.output(contexts).members
-    torch.testing.assert_close(agent.act(contexts).scores, agent.calibration.restore(members.mean(-1)))
-    assert agent.draw_index(1).unique().tolist() == [0.25]
-
-
-def test_acquisitions_without_a_meaning_are_refused() -> None:
-    for kind in (EnsemblePlus, EpiNet):
-        with pytest.raises(ParameterError, match=f"acquisition of {kind.__name__} must be one of .*; got .ucb."):
-            kind(DIM, acquisition="ucb")
