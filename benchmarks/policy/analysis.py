@@ -61,6 +61,20 @@ def baseline_table(config: Mapping[str, Any], cells: Mapping[str, Any]) -> str:
     return common.make_table(["mismatch", "no correction", "sequence TIS"], rows)
 
 
+def correction_table(config: Mapping[str, Any], cells: Mapping[str, Any]) -> str:
+    """Return every correction minus no correction under group means, on equal replicas."""
+    mismatches = [name for name in config["mismatches"] if name != "none"]
+    rows = []
+    for method, spec in config["methods"].items():
+        if method != "none" and "baseline" not in spec:
+            row = [spec["title"]]
+            for mismatch in mismatches:
+                values = (final(config, cells, mismatch, each, "returns") for each in (method, "none"))
+                row.append(str(paired_difference(*values)))
+            rows.append(row)
+    return common.make_table(["method", *(config["mismatches"][name]["title"] for name in mismatches)], rows)
+
+
 def memory_table(figures: Mapping[str, Any]) -> str:
     """Return peak memory beside the logits, and CPU time."""
     rows = []
@@ -87,7 +101,8 @@ def plot(path: Path, config: Mapping[str, Any], cells: Mapping[str, Any]) -> Non
         axes[0, column].set_xlim(0, 1.02)
         axes[1, column].set_xlabel("final KL(sampler, trainer), nats")
         axes[1, column].set_xscale("symlog", linthresh=0.1)
-        axes[1, column].set_xlim(left=-0.01)
+        # On-policy divergences are smaller than a tick: show at least the linear part of the axis.
+        axes[1, column].set_xlim(-0.01, max(0.2, axes[1, column].get_xlim()[1]))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

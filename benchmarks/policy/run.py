@@ -59,6 +59,7 @@ def refresh(content: dict[str, Any], config: dict[str, Any], output: Path) -> No
         cells = content["cells"]
         blocks = {name: analysis.mismatch_table(config, cells, name) for name in config["mismatches"]}
         blocks["baseline"] = analysis.baseline_table(config, cells)
+        blocks["corrections"] = analysis.correction_table(config, cells)
         blocks["memory"] = analysis.memory_table(content["memory"])
         common.fill_readme(FOLDER / "README.md", blocks)
         analysis.plot(FOLDER / "policy.png", config, cells)

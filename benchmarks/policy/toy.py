@@ -1,8 +1,8 @@
 """Policy gradient on a small sequence model whose every sequence is enumerated, with a sampler that lags and rounds.
 
 A response is `horizon` tokens of `vocab` symbols. Logits are linear in fixed random features of the prefix, so that
-prefixes share weights. A response earns 1 if at least `hits` of its tokens agree with a hidden target. The sampler
-uses the trainer's weights of `lag` updates ago plus fresh Gaussian noise on every weight. Seeds are a tensor axis: all
+prefixes share weights. A few responses earn 1, more of them 0.5, and an observed reward is flipped now and then. The
+sampler is the trainer as of the last synchronisation plus Gaussian noise on every weight. Seeds are a tensor axis: all
 replicas of a method advance in one tensor.
 """
 

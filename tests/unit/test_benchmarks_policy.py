@@ -9,6 +9,7 @@ import torch
 import ensemblepp.policy
 from benchmarks import common
 from benchmarks.policy import analysis
+from benchmarks.policy.memory import measure
 from benchmarks.policy.run import FOLDER, cell_names, load_config
 from benchmarks.policy.toy import Game, train
 
@@ -31,6 +32,7 @@ def test_tables_follow_from_the_numbers(results: dict[str, Any]) -> None:
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     for mismatch in CONFIG["mismatches"]:
         assert analysis.mismatch_table(CONFIG, results["cells"], mismatch) in readme
+    assert analysis.correction_table(CONFIG, results["cells"]) in readme
     assert analysis.baseline_table(CONFIG, results["cells"]) in readme
     assert analysis.memory_table(results["memory"]) in readme
 
@@ -41,6 +43,23 @@ def test_both_forms_of_the_memory_benchmark_computed_the_same(results: dict[str,
         for field in ours.keys() & {"value", "gradient_norm"}:
             assert ours[field] == pytest.approx(naive[field], rel=1e-3)
         assert ours["peak_before_mib"] < 1
+
+
+def test_no_second_copy_of_the_vocabulary_in_single_precision(results: dict[str, Any]) -> None:
+    sizes, memory = CONFIG["memory"], results["memory"]
+    logits = sizes["batch"] * sizes["time"] * sizes["vocab"] * 2 / 2**20  # MiB in bfloat16
+    assert memory["energy/blocks"]["extra_peak_mib"] < 0.2 * logits
+    # The gradient is as large as the logits; a copy in float32 would add twice as much again.
+    assert memory["centered/blocks"]["extra_peak_mib"] < 1.4 * logits
+    assert min(memory[f"{task}/naive"]["extra_peak_mib"] for task in analysis.TASKS) > 5 * logits
+
+
+@pytest.mark.parametrize("task", analysis.TASKS)
+def test_the_memory_benchmark_measures_a_fresh_process(task: str) -> None:
+    sizes = {"batch": 2, "time": 3, "vocab": 50, "head": 4}
+    ours, naive = (measure(task, form, sizes, seed=1) for form in analysis.FORMS)
+    assert ours["value"] == pytest.approx(naive["value"], rel=1e-3)
+    assert ours["cpu_seconds"] > 0
 
 
 def test_the_toy_enumerates_every_response_once() -> None:

@@ -78,7 +78,7 @@ def geometric(logprob: Tensor) -> Tensor:
 
 
 def geometric_tokens(logprob: Tensor) -> Tensor:
-    """s_t = sg[s] p_t / sg[p_t] with s over all own tokens, the rejected ones included; clipped responses stand still."""
+    """s_t = sg[s] p_t / sg[p_t], s over all own tokens, the rejected ones too; clipped responses stand still."""
     frozen = (((LOGPROB - OLD) * MASK).sum(1) / MASK.sum(1)).exp()
     free = torch.where(TOTAL > 0, frozen <= 1.1, frozen >= 0.9)
     per_token = (free * frozen * TOTAL).unsqueeze(1) * (logprob - LOGPROB).exp()
