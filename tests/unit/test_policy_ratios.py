@@ -14,6 +14,7 @@ from ensemblepp.policy.ratios import (
     k2,
     k3,
     log_ratios,
+    masked_max,
     masked_mean,
     masked_sum,
     mismatch_report,
@@ -226,13 +227,17 @@ def test_effective_sample_size() -> None:
     assert effective_sample_size(0 * ones, ones).item() == 0.0
 
 
-def test_masked_sums_and_means() -> None:
+def test_masked_sums_means_and_maxima() -> None:
     values, mask = torch.tensor([[1.0, 2.0], [4.0, math.nan]]), torch.tensor([[1, 1], [1, 0]])
     assert masked_sum(values, mask).item() == 7.0
     assert masked_mean(values, mask).item() == pytest.approx(7 / 3)
     assert masked_sum(values, mask, dim=1).tolist() == [3.0, 4.0]
     assert masked_mean(values, mask, dim=1).tolist() == [1.5, 4.0]
     assert masked_mean(values, mask, dim=0).tolist() == [2.5, 2.0]
+    assert masked_max(-values, mask).item() == -1.0
+    assert masked_max(-values, mask, dim=1).tolist() == [-1.0, -4.0]
+    assert masked_max(-values, mask * 0, dim=0).tolist() == [0.0, 0.0]
+    assert masked_max(values[:0], mask[:0]).item() == 0.0
 
 
 def test_masks_hold_zeros_and_ones() -> None:
