@@ -26,6 +26,9 @@ Scalar: TypeAlias = float | Float[Tensor, ""]
 def tv_from_kl(kl: Scalar) -> Float[Tensor, ""]:
     """Return min(1, sqrt(KL / 2)), an upper bound of the total variation.
 
+    Raises:
+        ParameterError: If the divergence is negative or NaN.
+
     Source: Pinsker's inequality.
     """
     return _pinsker(_bound("kl", "tv_from_kl", kl))
@@ -41,6 +44,9 @@ def tv_from_chi2(chi2: Scalar, *, sharp: bool = False) -> Float[Tensor, ""]:
         chi2: chi2(p || q) = E_q[rho^2] - 1.
         sharp: Cauchy-Schwarz on E_q|rho - 1| instead of the published constant.
 
+    Raises:
+        ParameterError: If chi2 is negative or NaN.
+
     Source: When Speed Kills Stability, part 1.
     """
     chi2 = _bound("chi2", "tv_from_chi2", chi2)
@@ -53,6 +59,9 @@ def expectation_gap_bound(largest: Scalar, tv: Scalar) -> Float[Tensor, ""]:
     Args:
         largest: |f|_inf.
         tv: TV(p, q).
+
+    Raises:
+        ParameterError: If an input is negative or NaN.
 
     Source: When Speed Kills Stability, part 1.
     """
@@ -67,6 +76,9 @@ def gradient_bias_bound(score_norm: Scalar, tv_max: Scalar, horizon: int) -> Flo
         score_norm: B, the largest norm of one token's score.
         tv_max: eps, the largest token total variation.
         horizon: T.
+
+    Raises:
+        ParameterError: If the horizon is not at least 1, or another input is negative or NaN.
 
     Source: Beyond Precision, theorem 3.1; the naive row of When Speed Kills Stability, part 2.
     """
@@ -98,6 +110,9 @@ def context_shift_bounds(
         tv_sequence: Total variation of whole sequences.
         kl_sequence: KL(q || p) of whole sequences, in nats.
 
+    Raises:
+        ParameterError: If the horizon is not at least 1, or a divergence is negative or NaN.
+
     Source: Trust Region Masking (arXiv 2512.23075), context shift.
     """
     owner = "context_shift_bounds"
@@ -124,6 +139,9 @@ def surrogate_errors(
     Args:
         log_ratio: d, from `ratios.log_ratios`.
         mask: 1 on the response's own tokens.
+
+    Raises:
+        ParameterError: If an own log-ratio is not finite or the shapes do not match.
 
     Source: Trust Region Masking (arXiv 2512.23075), exact error; second form by telescoping.
     """

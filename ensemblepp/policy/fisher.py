@@ -36,6 +36,9 @@ def fisher_matrix(
         scores: S of each response, for instance flattened gradients of its log-probability.
         weights: See the module.
 
+    Raises:
+        ParameterError: See the module.
+
     Source: covariance view of the policy gradient.
     """
     weights, centred = _centred("fisher_matrix", scores, weights)
@@ -56,6 +59,9 @@ def gradient_caps(
         scores: S of each response.
         advantages: A of each response; a constant added changes nothing.
         weights: See the module.
+
+    Raises:
+        ParameterError: See the module.
 
     Source: covariance view of the policy gradient.
     """
@@ -80,6 +86,9 @@ def natural_gradient(
     Returns:
         The direction, and the share of the signal's variance that one linear step can use, in [0, 1]; 0 for a
         constant signal.
+
+    Raises:
+        ParameterError: See the module.
 
     Source: covariance view of the policy gradient.
     """
@@ -118,6 +127,9 @@ def log_odds_speed(
         difference: d, the difference of the two responses' scores.
         weights: See the module.
 
+    Raises:
+        ParameterError: See the module.
+
     Source: log-odds speed limit.
     """
     check_values("scores", "log_odds_speed", scores, "batch, parameters", (None, None))
@@ -137,6 +149,9 @@ def policy_gradient_time(probability: float) -> float:
     Args:
         probability: p of the rewarded arm at the start, at most 1/2.
 
+    Raises:
+        ParameterError: If the probability is not in (0, 1/2].
+
     Source: log-odds speed limit, rare responses.
     """
     p = _rare("policy_gradient_time", probability)
@@ -154,6 +169,9 @@ def demonstration_time(probability: float) -> float:
 
     Args:
         probability: p of the rewarded arm at the start, at most 1/2.
+
+    Raises:
+        ParameterError: If the probability is not in (0, 1/2].
 
     Source: log-odds speed limit, rare responses.
     """

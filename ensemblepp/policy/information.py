@@ -39,6 +39,8 @@ def binary_entropy(probability: Float[Tensor, "*shape"]) -> Float[Tensor, "*shap
 
     Raises:
         ParameterError: If one is not in [0, 1].
+
+    Source: information bandwidth of policy-gradient signals.
     """
     return _binary_entropy("probability", "binary_entropy", probability)
 
@@ -63,6 +65,8 @@ def conditional_information(joint: Float[Tensor, "conditions rows columns"]) -> 
 
     Raises:
         ParameterError: If it is no distribution.
+
+    Source: information bandwidth of policy-gradient signals.
     """
     owner = "conditional_information"
     check_distribution(
@@ -179,6 +183,9 @@ def episode_bound(levels: int, signal: str, *, horizon: int = 1) -> float:
         signal: "scalar" advantage, per-token advantages of a "terminal" reward, or of independent "dense" rewards.
         horizon: T.
 
+    Raises:
+        ParameterError: If B or T is not at least 1 or the signal is unknown.
+
     Source: information bandwidth of policy-gradient signals.
     """
     bits = math.log2(check_int("levels", "episode_bound", levels))
@@ -192,6 +199,11 @@ def discounted_returns(rewards: Float[Tensor, "*lead time"], discount: float = 1
     Args:
         rewards: r_t.
         discount: In [0, 1].
+
+    Raises:
+        ParameterError: If the discount is not in [0, 1].
+
+    Source: information bandwidth of policy-gradient signals.
     """
     discount = check_real("discount", "discounted_returns", discount, at_least=0.0, at_most=1.0)
     step = torch.arange(rewards.shape[-1], device=rewards.device)
@@ -206,6 +218,11 @@ def rewards_from_returns(returns: Float[Tensor, "*lead time"], discount: float =
     Args:
         returns: G_t.
         discount: In [0, 1], that of the returns.
+
+    Raises:
+        ParameterError: If the discount is not in [0, 1].
+
+    Source: information bandwidth of policy-gradient signals.
     """
     discount = check_real("discount", "rewards_from_returns", discount, at_least=0.0, at_most=1.0)
     following = torch.nn.functional.pad(returns, (0, 1))[..., 1:]
@@ -221,6 +238,11 @@ def td_errors(
         rewards: r_t.
         values: V_t, known before the rewards are.
         discount: In [0, 1].
+
+    Raises:
+        ParameterError: If the discount is not in [0, 1] or the shapes do not match.
+
+    Source: information bandwidth of policy-gradient signals.
     """
     check_shape("values", "td_errors", values, "..., time", rewards.shape)
     return rewards - rewards_from_returns(values, discount)

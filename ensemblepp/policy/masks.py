@@ -41,6 +41,9 @@ def truncate(ratio: Float[Tensor, "*shape"], upper: float) -> Float[Tensor, "*sh
         ratio: rho, of tokens or of sequences.
         upper: C; raising it lowers the bias and raises the variance.
 
+    Raises:
+        ParameterError: If the bound is not above 0.
+
     Source: When Speed Kills Stability, TIS; C = 2 in all published runs.
     """
     return ratio.clamp(max=check_real("upper", "truncate", upper, above=0.0))
@@ -55,6 +58,9 @@ def mask_ratio(ratio: Float[Tensor, "*shape"], lower: float, upper: float) -> Bo
         ratio: rho, of tokens or of sequences.
         lower: Smallest ratio kept; 0 for one-sided masking.
         upper: Largest ratio kept.
+
+    Raises:
+        ParameterError: If the bounds are not 0 <= lower <= upper, both finite, with upper above 0.
 
     Source: When Speed Kills Stability, MIS (one-sided); IcePop (two-sided, 0.5 and 5).
     """
@@ -124,6 +130,9 @@ def geometric_mask(
         mask: 1 on the response's own tokens.
         lower: Smallest ratio kept.
         upper: Largest ratio kept.
+
+    Raises:
+        ParameterError: If an own log-ratio is not finite, an option is out of range or the shapes do not match.
 
     Source: When Speed Kills Stability, part 3, Geo-Mask.
     """

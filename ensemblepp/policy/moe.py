@@ -33,6 +33,8 @@ def topk_gates(
 
     Raises:
         ParameterError: If k is not in 1..experts, a logit is NaN or `gate` is unknown.
+
+    Source: top-k blackout and first-order failure.
     """
     chosen = _top("topk_gates", "router_logits", router_logits, k)
     if check_choice("gate", "topk_gates", gate, GATES) == "sigmoid":
@@ -47,6 +49,8 @@ def topk_set(router_logits: Float[Tensor, "*lead experts"], k: int) -> Bool[Tens
 
     Raises:
         ParameterError: If k is not in 1..experts or a logit is NaN.
+
+    Source: top-k blackout and first-order failure.
     """
     return _top("topk_set", "router_logits", router_logits, k)
 
@@ -73,6 +77,8 @@ def topk_mixture(
 
     Raises:
         ParameterError: As `topk_gates`, or if the shapes do not match.
+
+    Source: top-k blackout and first-order failure.
     """
     _check_outputs("topk_mixture", router_logits, expert_outputs)
     gates = topk_gates(router_logits, k, gate=gate, renormalise=renormalise)
@@ -115,6 +121,8 @@ def switch_jump(
 
     Raises:
         ParameterError: If k is not in 1..experts - 1 or the shapes do not match.
+
+    Source: top-k blackout and first-order failure.
     """
     owner = "switch_jump"
     _check_k(owner, "router_logits", router_logits, k, leave=1)
@@ -145,6 +153,8 @@ def switch_rate(
 
     Raises:
         ParameterError: If k is not in 1..experts, a counted logit is NaN or the shapes do not match.
+
+    Source: top-k blackout and first-order failure.
     """
     owner, lead = "switch_rate", trainer_router_logits.shape[:-1]
     check_shape("sampler_router_logits", owner, sampler_router_logits, "*lead, experts", trainer_router_logits.shape)
@@ -167,6 +177,8 @@ def blackout_share(router_gradient: Float[Tensor, "*lead experts"]) -> Float[Ten
 
     Raises:
         ParameterError: If a gradient is NaN.
+
+    Source: top-k blackout and first-order failure.
     """
     check_not_nan(
         "router_gradient", "blackout_share", check_floating("router_gradient", "blackout_share", router_gradient)

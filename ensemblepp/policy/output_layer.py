@@ -38,6 +38,9 @@ def hidden_update(
         unembedding: U.
         hidden: h of each context.
 
+    Raises:
+        ParameterError: See the module.
+
     Source: output-layer rank of policy-gradient updates.
     """
     signal = _signal("hidden_update", probabilities, advantages, hidden)
@@ -56,6 +59,9 @@ def output_update(
         probabilities: q of each token.
         advantages: A of each token.
         hidden: The output layer's input at each context.
+
+    Raises:
+        ParameterError: See the module.
 
     Source: output-layer rank of policy-gradient updates.
     """
@@ -96,6 +102,9 @@ def head_update(
         hidden: h of each context.
         head: The competing tokens of each context, at least one.
 
+    Raises:
+        ParameterError: See the module, or if a context has no token in its head.
+
     Source: output-layer rank of policy-gradient updates.
     """
     signal = _signal("head_update", probabilities, advantages, hidden)
@@ -128,6 +137,9 @@ def rank_bound(head: Bool[Tensor, "contexts vocab"], unembedding: Float[Tensor, 
     Args:
         head: The competing tokens of each context, at least one.
         unembedding: U.
+
+    Raises:
+        ParameterError: See the module, or if a context has no token in its head.
 
     Source: output-layer rank of policy-gradient updates.
     """

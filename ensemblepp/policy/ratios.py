@@ -72,6 +72,11 @@ def token_ratios(
         log_ratio: d, from `log_ratios`.
         mask: 1 on the response's own tokens.
         clamp: Largest |d_t|, in nats.
+
+    Raises:
+        ParameterError: If an own log-ratio is not finite, an option is out of range or the shapes do not match.
+
+    Source: When Speed Kills Stability, token weights.
     """
     own, log_ratio = check_log_ratio(log_ratio, mask, "token_ratios")
     return torch.where(own, _exp("token_ratios", log_ratio, clamp), 0.0)
@@ -86,6 +91,11 @@ def sequence_ratios(
         log_ratio: d, from `log_ratios`.
         mask: 1 on the response's own tokens.
         clamp: Largest |sum_t d_t|, in nats.
+
+    Raises:
+        ParameterError: If an own log-ratio is not finite, an option is out of range or the shapes do not match.
+
+    Source: When Speed Kills Stability, sequence weights.
     """
     _, log_ratio = check_log_ratio(log_ratio, mask, "sequence_ratios")
     return _exp("sequence_ratios", log_ratio.sum(1), clamp)
@@ -102,6 +112,9 @@ def geometric_ratios(
         log_ratio: d, from `log_ratios`.
         mask: 1 on the response's own tokens.
         clamp: Largest |mean_t d_t|, in nats.
+
+    Raises:
+        ParameterError: If an own log-ratio is not finite, an option is out of range or the shapes do not match.
 
     Source: When Speed Kills Stability, part 3 (length-neutral masks).
     """

@@ -118,6 +118,8 @@ def data_clock_learning_rate(base_rate: float, base_batch: int, batch: int, *, o
 
     Raises:
         ParameterError: If an input is out of range.
+
+    Source: asynchronous RL on a data clock.
     """
     owner = "data_clock_learning_rate"
     exponent = BATCH_EXPONENTS[check_choice("optimizer", owner, optimizer, BATCH_EXPONENTS)]
@@ -129,6 +131,11 @@ def version_lag(in_system: int, batch: int) -> float:
     """Return N / B - 1, the updates between a rollout's sampler and its trainer in a FIFO system of N rollouts.
 
     Staleness on the data clock is lag times B, N - B rollouts; the lag alone misleads when B changes.
+
+    Raises:
+        ParameterError: If either is not an int >= 1.
+
+    Source: Little's law; asynchronous RL on a data clock.
     """
     owner = "version_lag"
     return check_int("in_system", owner, in_system) / check_int("batch", owner, batch) - 1.0

@@ -19,6 +19,9 @@ def variance_multiplier(chi2: float, horizon: int) -> float:
         chi2: chi2(p || q) of one token.
         horizon: T.
 
+    Raises:
+        ParameterError: If chi2 or T is negative.
+
     Source: When Speed Kills Stability, part 2.
     """
     chi2 = check_real("chi2", "variance_multiplier", chi2, at_least=0.0)
@@ -31,6 +34,9 @@ def critical_length(mean_ratio: float, upper: float) -> float:
     Args:
         mean_ratio: r, the geometric ratio.
         upper: C, above 1.
+
+    Raises:
+        ParameterError: If the ratio is not above 0 or C not above 1.
 
     Source: When Speed Kills Stability, part 3, the length trap.
     """
@@ -50,6 +56,9 @@ def seq_tis_bias(upper: float, chi2: float, *, largest: float = 1.0, sharp: bool
         largest: K, the largest |f|.
         sharp: Use the tighter constant.
 
+    Raises:
+        ParameterError: If C is not above 0 or another input is negative.
+
     Source: When Speed Kills Stability, part 2; sharp constant by (x - C)_+ <= x^2 / (4 C).
     """
     upper, chi2, largest = _tis("seq_tis_bias", upper, chi2, largest)
@@ -66,6 +75,9 @@ def seq_tis_variance(upper: float, *, largest: float = 1.0, sharp: bool = False)
         largest: K, the largest |f|.
         sharp: Use the tighter bound.
 
+    Raises:
+        ParameterError: If C is not above 0 or K is negative.
+
     Source: When Speed Kills Stability, part 2; sharp bound by min(rho, C)^2 <= C rho.
     """
     upper, _, largest = _tis("seq_tis_variance", upper, 0.0, largest)
@@ -80,6 +92,11 @@ def seq_tis_mse(upper: float, chi2: float, *, largest: float = 1.0, sharp: bool 
         chi2: chi2(p || q) of sequences.
         largest: K, the largest |f|.
         sharp: Use the tighter bounds.
+
+    Raises:
+        ParameterError: If C is not above 0 or another input is negative.
+
+    Source: When Speed Kills Stability, part 2.
     """
     return seq_tis_bias(upper, chi2, largest=largest, sharp=sharp) ** 2 + seq_tis_variance(
         upper, largest=largest, sharp=sharp
@@ -96,6 +113,9 @@ def seq_tis_threshold(chi2: float, *, sharp: bool = False) -> float:
     Args:
         chi2: chi2(p || q) of sequences.
         sharp: Minimise the tighter bound.
+
+    Raises:
+        ParameterError: If chi2 is negative.
 
     Source: When Speed Kills Stability, part 2.
     """
@@ -126,6 +146,9 @@ def ascent_bound(
         smoothness: L.
         step: eta.
 
+    Raises:
+        ParameterError: If an input is not finite, a size is negative or the shapes do not match.
+
     Source: When Speed Kills Stability, part 1, stochastic gradient ascent lemma.
     """
     owner = "ascent_bound"
@@ -150,6 +173,9 @@ def optimal_step(
         gradient_square: |grad J|^2.
         variance: Var g.
         smoothness: L.
+
+    Raises:
+        ParameterError: If an input is negative or not finite, or L is not above 0.
 
     Source: When Speed Kills Stability, part 1.
     """

@@ -164,6 +164,9 @@ def ser_mask(
         mask: 1 on the response's own tokens.
         upper: Published range 0.03 to 0.10; raising it keeps more.
 
+    Raises:
+        ParameterError: If an own log-ratio is not finite, an option is out of range or the shapes do not match.
+
     Source: Trust Region Masking (arXiv 2512.23075), length-neutral variants, SER.
     """
     own, log_ratio = check_log_ratio(log_ratio, mask, "ser_mask")
@@ -198,6 +201,9 @@ def length_neutral_mask(
         upper: Raising it keeps more.
         horizon: T, the longest response there can be; by default each response's own length, which is neutral in
             length but no bound where the length is random.
+
+    Raises:
+        ParameterError: If an own log-ratio is not finite, an option is out of range or the shapes do not match.
 
     Source: Trust Region Masking (arXiv 2512.23075), length-neutral variants, LN-TRM.
     """
