@@ -159,3 +159,16 @@ def test_what_is_refused() -> None:
         Preset("bypass", "reinforce", upper=0.0)
     with pytest.raises(ParameterError, match="mode of Preset must be one of 'bypass', 'decoupled'"):
         Preset("direct", "reinforce")
+    with pytest.raises(ParameterError, match=r"options of Preset must be one of .*; got 'seq_max_k1'"):
+        Preset("bypass", "reinforce", rejection="seq_max_k1", thresholds="0.5_2")
+    with pytest.raises(ParameterError, match="thresholds of Preset must be numbers >= 0"):
+        Preset("bypass", "reinforce", rejection="token_k2")
+    with pytest.raises(ParameterError, match="lower of Preset must be a finite number >= 0 and <= 1"):
+        Preset("bypass", "reinforce", rejection="token_k1", thresholds="2_1")
+
+
+def test_no_option_is_silently_ignored() -> None:
+    with pytest.raises(ParameterError, match=r"thresholds of Preset must stay None without rejection; got '0.5_2'"):
+        Preset("bypass", "reinforce", thresholds="0.5_2")
+    with pytest.raises(ParameterError, match="normalise of Preset must stay False without weights; got True"):
+        Preset("bypass", "reinforce", normalise=True)
