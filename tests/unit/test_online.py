@@ -267,7 +267,9 @@ def test_two_bandits_with_one_seed_do_not_disturb_each_other_or_the_global_gener
 NEURAL = {"hidden_dims": (6,), "batch_size": 8, "updates_per_step": 1}
 
 
-@pytest.mark.parametrize("options", [{}, {"head": "sgd"}, {"num_arms": 4}, {"acquisition": "ucb"}, {"reward_scale": 3.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"head": "sgd"}, {"num_arms": 4}, {"acquisition": "ucb"}, {"reward_scale": 3.0}]
+)
 def test_a_neural_bandit_learns_saves_and_continues_identically(options: dict[str, Any], tmp_path: Path) -> None:
     bandit = OnlineBandit.neural(3, seed=1, **NEURAL, **options)
 
