@@ -121,8 +121,9 @@ class NeuralAgent(BanditAgent):
         min_data: Data to have before training starts.
         replay_capacity: Data kept; the oldest are overwritten.
         standardise: Learn rewards in units of their running mean and standard deviation.
-        reward_scale: Standard deviation of the rewards where it is known; None measures it. Give it where rare rewards
-            are far larger than the usual ones: the measured scale cannot know of them before the first.
+        reward_scale: Standard deviation of the rewards where it is known; None measures it on the rewards so far. Those
+            are the learner's own: they say nothing of rare, far larger rewards before the first, and their spread
+            shrinks as decisions improve, and a prior in their unit with it. Tell it where you can.
         noise_scale: Standard deviation of the reward noise, in reward units; None estimates it.
         seed: Root of the agent's random streams "init", "act", "perturb" and "replay".
         dtype: float32 or float64.

@@ -130,6 +130,7 @@ class OnlineBandit:
         acquisition: str = "thompson",
         exploration_scale: float = 1.0,
         prior_scale: float | None = None,
+        reward_scale: float | None = None,
         noise_scale: float | None = None,
         hidden_dims: Sequence[int] = (64, 64),
         learning_rate: float = 1e-3,
@@ -157,6 +158,8 @@ class OnlineBandit:
                 standard deviations.
             prior_scale: Prior standard deviation of the mean reward in standard deviations of the reward; None means
                 the head's own default.
+            reward_scale: Standard deviation of the rewards, in reward units; None measures it. Tell it where you can,
+                1 for clicks for instance: what was measured so far cannot know of rarer, larger rewards.
             noise_scale: Standard deviation of the rewards around their mean, in reward units; None estimates it.
             hidden_dims: Widths of the network's ReLU layers.
             learning_rate: Adam's step size.
@@ -179,6 +182,7 @@ class OnlineBandit:
             "acquisition": acquisition,
             "exploration_scale": exploration_scale,
             "prior_scale": prior_scale,
+            "reward_scale": reward_scale,
             "noise_scale": noise_scale,
             "hidden_dims": list(hidden_dims),
             "learning_rate": learning_rate,

@@ -59,12 +59,15 @@ def play(
         if kind is None:
             agent = VowpalWabbit(environment.num_arms, exploration=options["exploration"], **shared)
         else:
+            told = {"reward_scale": problem["reward_scale"]} if "reward_scale" in problem else {}
             if linear:
-                scale = problem.get("reward_scale", 1.0)
+                scale = told.get("reward_scale", 1.0)
                 variance = (config["linear"]["prior_sd"] * scale) ** 2 / environment.feature_dim
                 options |= {"noise_scale": config["linear"]["noise_scale"] * scale, "prior_covariance": variance}
-            elif kind is not agents.RandomFeatureEnsemblePP:
-                options = {**config["network"], **options}
+            elif kind is agents.RandomFeatureEnsemblePP:
+                options = {**told, **options}
+            else:
+                options = {**told, **config["network"], **options}
             num_arms = environment.num_arms if environment.per_arm else None
             agent = kind(environment.feature_dim, num_arms=num_arms, **options, **shared)
         runs = run_bandit(agent, environment, horizon)

@@ -72,7 +72,8 @@ def main() -> None:
                 "seed": config["seed"],
                 "horizon": arguments.horizon or config["horizon"],
             }
-            chosen = best(trials[method]) if spec["grid"] else {}
+            searched = spec.get("greedy_of", method if spec["grid"] else None)
+            chosen = best(trials[searched]) if searched else {}
             waiting[pool.submit(play, config, method, game, chosen, **sizes)] = f"{game}/{method}"
         for done in as_completed(waiting):
             name = waiting[done]

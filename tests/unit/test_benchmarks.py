@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import common
+from benchmarks import common, search
 from benchmarks.linear_table import analysis
 from benchmarks.linear_table import run as linear_table
 from benchmarks.speed import latency, roofline, tables
@@ -125,3 +125,22 @@ def test_fill_readme_replaces_only_the_block(tmp_path):
     assert readme.read_text() == "a\n<!-- t:begin -->\nnew\n<!-- t:end -->\nb\n"
     with pytest.raises(ValueError, match="lacks the markers"):
         common.fill_readme(readme, {"other": "new"})
+
+
+def test_a_score_is_the_mean_share_of_uniform_plays_regret():
+    def play(config, method, game, chosen, *, num_replicas, seed, horizon):
+        assert (config, method, chosen, num_replicas, seed, horizon) == (two_games, "ours", {"scale": 2.0}, 2, 9, 50)
+        return {"regret": {"50": {"easy": [1.0, 3.0], "hard": [30.0, 50.0]}[game]}}
+
+    two_games = {
+        "tuning": {
+            "seed": 9,
+            "num_replicas": 2,
+            "horizon": 50,
+            "games": ["easy", "hard"],
+            "uniform_regret": {"easy": 20.0, "hard": 80.0},
+        }
+    }
+    found = search.attempt(play, two_games, "ours", {"scale": 2.0})
+    assert found == {"regret": {"easy": 2.0, "hard": 40.0}, "score": 0.3}
+    assert search.best({'{"scale": 1.0}': {"score": 0.4}, '{"scale": 2.0}': found}) == {"scale": 2.0}

@@ -267,7 +267,9 @@ def test_two_bandits_with_one_seed_do_not_disturb_each_other_or_the_global_gener
 NEURAL = {"hidden_dims": (6,), "batch_size": 8, "updates_per_step": 1}
 
 
-@pytest.mark.parametrize("options", [{}, {"head": "sgd"}, {"num_arms": 4}, {"acquisition": "ucb"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"head": "sgd"}, {"num_arms": 4}, {"acquisition": "ucb"}, {"reward_scale": 3.0}]
+)
 def test_a_neural_bandit_learns_saves_and_continues_identically(options: dict[str, Any], tmp_path: Path) -> None:
     bandit = OnlineBandit.neural(3, seed=1, **NEURAL, **options)
 
@@ -288,6 +290,17 @@ def test_a_neural_bandit_learns_saves_and_continues_identically(options: dict[st
     for each in (bandit, loaded):
         each.learn(open_token, 1.0)
     assert [step(bandit, streams[0]) for _ in range(40)] == [step(loaded, streams[1]) for _ in range(40)]
+
+
+def test_a_neural_bandit_thinks_in_the_reward_unit_it_was_told() -> None:
+    """Before any data, the posterior sample's spread is the prior's: prior_scale times the reward unit."""
+    features = np.random.default_rng(0).normal(size=(5, 3))
+    spreads = []
+    for unit in (1.0, 40.0):
+        bandit = OnlineBandit.neural(3, seed=1, reward_scale=unit, **NEURAL)
+        bandit.learn(bandit.decide(features).token, 0.0)
+        spreads.append(np.ptp(bandit.decide(features).scores))
+    assert spreads[1] > 10 * spreads[0]
 
 
 def test_a_neural_bandit_refuses_what_it_cannot_forget_or_grow() -> None:
