@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from ensemblepp.agents.gradient_model import GradientModel
 from ensemblepp.agents.neural_frame import NeuralOptions
 from ensemblepp.agents.point_network import PointNetworkAgent
+from ensemblepp.errors import refuse_fixed
 
 _SAMPLES_AT_ONCE = 64
 
@@ -32,6 +33,7 @@ class GradientBonusAgent(PointNetworkAgent):
         learning_rate: float = 1e-3,
         **options: Unpack[NeuralOptions],
     ) -> None:
+        refuse_fixed(type(self).__name__, options, "acquisition")
         super().__init__(feature_dim, acquisition=self._acquisition, exploration_scale=exploration_scale, **options)
         self.model = self._learn_with(
             GradientModel,

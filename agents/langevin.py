@@ -14,7 +14,7 @@ from ensemblepp.agents.neural_frame import NeuralOptions
 from ensemblepp.agents.point_network import PointNetworkAgent
 from ensemblepp.agents.sgd_model import SgdModel, Steps
 from ensemblepp.calibration import Calibration
-from ensemblepp.errors import ParameterError, check_real
+from ensemblepp.errors import ParameterError, check_real, refuse_fixed
 from ensemblepp.heads import EnsembleNetwork
 
 
@@ -152,6 +152,7 @@ class LangevinTS(PointNetworkAgent):
         weight_decay: float = 1.0,
         **options: Unpack[NeuralOptions],
     ) -> None:
+        refuse_fixed(type(self).__name__, options, "acquisition")
         super().__init__(feature_dim, acquisition="greedy", **options)
         self._learn_with(
             LangevinModel,

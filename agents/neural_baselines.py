@@ -15,7 +15,7 @@ from ensemblepp.agents.epinet_model import EpiNetModel
 from ensemblepp.agents.neural_frame import NeuralAgent, NeuralOptions
 from ensemblepp.agents.point_network import PointNetworkAgent
 from ensemblepp.agents.sgd_model import SgdModel
-from ensemblepp.errors import check_choice, check_real
+from ensemblepp.errors import check_choice, check_real, refuse_fixed
 from ensemblepp.heads import IndependentEnsemble
 from ensemblepp.indices import IndexDistribution
 
@@ -44,6 +44,7 @@ class NeuralGreedy(PointNetworkAgent):
         weight_decay: float = 0.0,
         **options: Unpack[NeuralOptions],
     ) -> None:
+        refuse_fixed(type(self).__name__, options, "acquisition")
         super().__init__(feature_dim, acquisition="greedy", **options)
         self._learn_with(
             SgdModel,

@@ -6,8 +6,8 @@ import math
 
 from typing_extensions import Unpack
 
-from ensemblepp.agents.neural_frame import ModelOptions, NeuralAgent
-from ensemblepp.errors import check_int
+from ensemblepp.agents.neural_frame import ModelOptions, NeuralAgent, NeuralOptions
+from ensemblepp.errors import check_int, refuse_fixed
 from ensemblepp.indices import IndexDistribution
 from ensemblepp.networks import MLP
 
@@ -56,12 +56,12 @@ class RandomFeatureEnsemblePP(NeuralAgent):
         laws = [IndexDistribution(law, index_dim) for law in (index, perturbation)]
         owner = type(self).__name__
         data = check_int("calibration_data", owner, calibration_data)
+        refuse_fixed(owner, options, *sorted(NeuralOptions.__optional_keys__ - ModelOptions.__optional_keys__))
         super().__init__(
             feature_dim,
             *laws,
             acquisition=acquisition,
             exploration_scale=exploration_scale,
-            # Named here, so that an option without a meaning is refused like any unknown one.
             updates_per_step=0,
             update_period=1,
             batch_size=1,

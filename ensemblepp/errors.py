@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
 
 import numpy as np
@@ -54,6 +54,13 @@ def check_real(
     if not valid or not (above < value and at_least <= value <= at_most):  # type: ignore[operator]
         raise ParameterError(name, owner, rule, repr(value))
     return float(value)  # type: ignore[arg-type]
+
+
+def refuse_fixed(owner: str, options: Mapping[str, object], *names: str) -> None:
+    """Refuse options that the owner sets itself."""
+    for name in names:
+        if name in options:
+            raise ParameterError(name, owner, "be left out, as it is fixed here", repr(options[name]))
 
 
 def check_choice(name: str, owner: str, value: object, choices: Collection[str]) -> str:

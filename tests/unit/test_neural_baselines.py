@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from ensemblepp import agents
 from ensemblepp.agents import (
     EnsemblePlus,
     EpiNet,
@@ -80,3 +81,13 @@ def test_acquisitions_without_a_meaning_are_refused() -> None:
     for kind in (EnsemblePlus, EpiNet):
         with pytest.raises(ParameterError, match=f"acquisition of {kind.__name__} must be one of .*; got .ucb."):
             kind(DIM, acquisition="ucb")
+
+
+NEURAL = [kind for kind in vars(agents).values() if isinstance(kind, type) and issubclass(kind, agents.NeuralAgent)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NEURAL if kind is not agents.NeuralAgent])
+@pytest.mark.parametrize("option", ["acquisition", "updates_per_step", "batch_size", "min_data", "replay_capacity"])
+def test_every_agent_names_an_option_that_it_cannot_take(kind: type, option: str) -> None:
+    with pytest.raises(ParameterError, match=f"^{option} of {kind.__name__} must "):
+        kind(DIM, **{option: "best" if option == "acquisition" else -1})
