@@ -18,24 +18,26 @@ from ensemblepp.types import StateDict
 
 # A Newton step moves no logit by more than this, so that it cannot overshoot where the sigmoid is flat.
 _LARGEST_MOVE = 4.0
+_SAVED = ("prior_mean", "mean", "factor", "root", "directions")
 
 
 class PreferenceLearner:
     """Posterior of a linear reward r(phi) = <w, phi> given comparisons and scalar rewards, for R learners at once.
 
     A comparison of two responses is one datum with features x = phi_first - phi_second and a label y, the probability
-    that the first is preferred: 1, 0, 0.5 for a tie, or anything between. With w ~ N(0, prior_scale^2 I)::
+    that the first is preferred: 1, 0, 0.5 for a tie, or anything between. With w ~ N(w_0, prior_scale^2 I)::
 
         P(first preferred) = sigmoid(<w, x> - margin)
         residual_i = y_i - p_i,                  h_i = p_i (1 - p_i)             comparisons
         residual_i = (y_i - <w, x_i>) / sigma^2, h_i = 1 / sigma^2               scalar rewards, x = phi
         Lambda = I / prior_scale^2 + sum_i h_i x_i x_i^T = L L^T
-        w += Lambda^-1 (sum_i residual_i x_i - w / prior_scale^2)                Newton's step to the mode
+        w += Lambda^-1 (sum_i residual_i x_i - (w - w_0) / prior_scale^2)        Newton's step to the mode
         A  = Lambda^-1 (B / prior_scale + sum_i sqrt(h_i) x_i z_i^T)             M members, one system with w
         S  = L^-T                                                               Sigma = S S^T, Laplace's covariance
 
     z_i is the random perturbation stored with datum i and B are the prior's directions, so E[A A^T] = Sigma as in
-    `LinearPosterior`. `learn` stores new data and takes `newton_steps` from the present mode over everything that is
+    `LinearPosterior`; w_0 is 0 unless `start_from` sets it. `learn` stores new data and takes `newton_steps` from the
+    present mode over everything that is
     stored; its cost is O(n d^2 + d^3) for n stored data, milliseconds, and no network takes part.
 
     Args:
@@ -93,7 +95,8 @@ class PreferenceLearner:
             "perturbation": ((self.index_dim,), dtype),
         }
         self.replay = Replay(capacity, columns, num_replicas=self.num_replicas, device=device)
-        self.mean = torch.zeros(self.num_replicas, self.feature_dim, dtype=dtype, device=device)
+        self.prior_mean = torch.zeros(self.feature_dim, dtype=dtype, device=device)
+        self.mean = self.prior_mean.repeat(self.num_replicas, 1)
         self.factor = self.prior_scale * self.directions
         eye = torch.eye(self.feature_dim, dtype=dtype, device=device)
         self.root = (self.prior_scale * eye).repeat(self.num_replicas, 1, 1)
@@ -108,6 +111,25 @@ class PreferenceLearner:
     def covariance(self) -> Float[Tensor, "replicas feature_dim feature_dim"]:
         """Laplace's covariance Sigma = S S^T."""
         return self.root @ self.root.mT
+
+    def start_from(
+        self, mean: Float[Tensor, " feature_dim"], directions: Float[Tensor, "feature_dim index_dim"]
+    ) -> None:
+        """Take another prior, before any data: N(mean, prior_scale^2 I) with the members' directions B.
+
+        Raises:
+            ParameterError: Wrong shapes, values that are not finite, or data that are already there.
+        """
+        if self.replay.num_added:
+            raise ParameterError("the prior", self._owner, "be set before any data", f"{self.replay.num_added} data")
+        check_shape("mean", self._owner, mean, "feature_dim", (self.feature_dim,))
+        check_shape("directions", self._owner, directions, "feature_dim index_dim", (self.feature_dim, self.index_dim))
+        check_finite("mean", self._owner, mean)
+        check_finite("directions", self._owner, directions)
+        self.prior_mean = mean.to(self.mean, copy=True)
+        self.mean = self.prior_mean.repeat(self.num_replicas, 1)
+        self.directions = directions.to(self.mean).repeat(self.num_replicas, 1, 1)
+        self.factor = self.prior_scale * self.directions
 
     def scores(
         self, features: Shaped[Tensor, "replicas responses feature_dim"], *, exact: bool = False
@@ -220,7 +242,7 @@ class PreferenceLearner:
             rows = x * weight.sqrt().unsqueeze(-1)
             gram = rows.mT @ rows
             gram.diagonal(dim1=-2, dim2=-1).add_(prior)
-            slope = x.mT @ residual.unsqueeze(-1) - prior * self.mean.unsqueeze(-1)
+            slope = x.mT @ residual.unsqueeze(-1) - prior * (self.mean - self.prior_mean).unsqueeze(-1)
             chol = torch.linalg.cholesky_ex(gram).L
             move = torch.cholesky_solve(slope, chol)
             largest = (x @ move).abs().squeeze(-1).masked_fill(scalar, 0.0).amax(-1)
@@ -230,8 +252,7 @@ class PreferenceLearner:
         self.root = torch.linalg.solve_triangular(chol.mT, eye.expand_as(chol), upper=True)
 
     def state_dict(self) -> StateDict:
-        parts = {"mean": self.mean, "factor": self.factor, "root": self.root, "directions": self.directions}
-        copies: StateDict = {name: part.clone() for name, part in parts.items()}
+        copies: StateDict = {name: getattr(self, name).clone() for name in _SAVED}
         return copies | {"replay": self.replay.state_dict(), "streams": self.streams.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,10 +262,9 @@ class PreferenceLearner:
             ParameterError: The saved learner has other sizes; nothing has moved.
             CheckpointError: Its stored data have other sizes; nothing has moved.
         """
-        names = ("mean", "factor", "root", "directions")
-        for name in names:
+        for name in _SAVED:
             check_shape(name, self._owner, state[name], "as built", getattr(self, name).shape)
         self.replay.load_state_dict(state["replay"])
-        for name in names:
+        for name in _SAVED:
             setattr(self, name, state[name].to(self.mean, copy=True))
         self.streams.load_state_dict(state["streams"])
