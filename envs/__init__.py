@@ -2,6 +2,7 @@
 
 from ensemblepp.envs.classification import ClassificationBandit
 from ensemblepp.envs.datasets import DATASETS, ClassificationData, load_dataset
+from ensemblepp.envs.duels import PreferenceDuels
 from ensemblepp.envs.gym import BanditEnv, register_environments
 from ensemblepp.envs.linear import LinearBandit
 from ensemblepp.envs.mushroom_lottery import MushroomLottery
@@ -24,6 +25,7 @@ __all__ = [
     "NeuralClassificationBandit",
     "NeuralRegressionBandit",
     "PoolBandit",
+    "PreferenceDuels",
     "QuadraticBandit",
     "VectorQuadraticBandit",
     "WheelBandit",

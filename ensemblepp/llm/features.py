@@ -146,7 +146,7 @@ def tokenize(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[Ten
     Raises:
         ParameterError: A text without a single token.
     """
-    rows = tokenizer(list(texts), add_special_tokens=True)["input_ids"]
+    rows = tokenizer(list(texts), add_special_tokens=True, verbose=False)["input_ids"]
     empty = [i for i, row in enumerate(rows) if not row]
     if empty:
         raise ParameterError("texts", _OWNER, "have at least one token each", repr(texts[empty[0]]))
