@@ -83,7 +83,7 @@ class FeatureExtractor:
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> FeatureExtractor:
         """Load backbone and tokenizer from a folder or hub name; options as in the constructor."""
-        from transformers import AutoModel, AutoTokenizer  # noqa: PLC0415 - optional and slow to import
+        from transformers import AutoModel, AutoTokenizer
 
         return cls(AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path), **options)
 

@@ -14,7 +14,7 @@ from ensemblepp.errors import ParameterError, check_choice, check_int, check_rea
 from ensemblepp.heads import IndexedOutput
 from ensemblepp.llm.features import tokenize, usable_length
 from ensemblepp.llm.reward_model import EnsembleRewardModel
-from ensemblepp.llm.texts import Prompt, check_chat, join
+from ensemblepp.llm.texts import check_chat, join
 from ensemblepp.pairs import PAIRS, SINGLES, select_pair, select_response
 from ensemblepp.preferences import PreferenceLearner
 from ensemblepp.seeding import Streams
@@ -301,7 +301,7 @@ def load_tokenizer(model: EnsembleRewardModel) -> Any:
     Raises:
         ParameterError: The model was built from a module and does not know one.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
+    from transformers import AutoTokenizer
 
     name = getattr(model.backbone, "name_or_path", "") or model.name_or_path
     if not name:
