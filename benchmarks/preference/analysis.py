@@ -168,7 +168,8 @@ def null_table(config: Mapping[str, Any], content: Mapping[str, Any]) -> str:
                 level, _ = baseline_queries(config, cells)
                 passive, uniform = (queries_to(cells[rule], level, config["horizon"]) for rule in BASELINE)
                 found = ratio_interval(passive, uniform)
-                assert found.low is not None and found.high is not None
+                assert found.low is not None
+                assert found.high is not None
                 holds = "yes" if found.low <= 1 <= found.high else "**no**"
                 rows.append([backbone, scale, str(found), holds])
     return common.make_table(["backbone", "sd", "queries of passive / uniform", "holds 1"], rows)

@@ -14,7 +14,9 @@ from ensemblepp.seeding import make_generator
 
 
 class SamplerHead(nn.Module):
-    """Linear Ensemble++ head in float32: with phi the normalised features, |phi| = 1::
+    """Linear Ensemble++ head in float32.
+
+    With phi the normalised features, |phi| = 1::
 
         phi      = layer_norm(features) / sqrt(dim)
         mean     = <w, phi>

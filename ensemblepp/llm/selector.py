@@ -172,8 +172,9 @@ class ResponseSelector:
         empty = [all(part is None for part in form) for form in (pairs, rewards)]
         if not (complete[0] and empty[1]) and not (complete[1] and empty[0]):
             rule = "be given as chosen and rejected, or as response and reward"
-            given = [n for n in ("chosen", "rejected", "response", "reward") if locals()[n] is not None]
-            raise ParameterError("the answer", f"{_OWNER}.learn", rule, ", ".join(given) or "nothing")
+            parts = {"chosen": chosen, "rejected": rejected, "response": response, "reward": reward}
+            given = ", ".join(name for name, part in parts.items() if part is not None)
+            raise ParameterError("the answer", f"{_OWNER}.learn", rule, given or "nothing")
         single = is_single(prompt)
         prompts = [prompt] if single else list(prompt)
         if chosen is not None and rejected is not None:
