@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ensemblepp import checkpoint
-from ensemblepp.errors import CheckpointError, check_choice, check_int, check_real
+from ensemblepp.errors import CheckpointError, ParameterError, check_choice, check_int, check_real
 from ensemblepp.intervals import Interval, Statistic, bootstrap_interval
 from ensemblepp.pairs import PAIRS, select_pair
 from ensemblepp.plots import plot_regret
@@ -29,6 +29,7 @@ _OWNER = "run_duels"
 _REFRESH_SECONDS = 0.25
 
 
+@runtime_checkable
 class DuelEnvironment(Protocol):
     """Offers of responses and a judge; see `ensemblepp.envs.PreferenceDuels`."""
 
@@ -186,7 +187,8 @@ class _Loop:
         period = check_int("eval_period", _OWNER, eval_period)
         for name in ("num_replicas", "feature_dim"):
             wanted, got = getattr(environment, name), getattr(learner, name)
-            check_choice(name, _OWNER, str(got), (str(wanted),))
+            if wanted != got:
+                raise ParameterError(name, _OWNER, f"be {wanted} as in the environment", got)
         self._learner, self._environment, self._exact = learner, environment, exact
         self._generator = make_generator(seed, "act", learner.device)
         self.evaluated = sorted({*range(period, horizon + 1, period), horizon})

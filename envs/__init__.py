@@ -5,6 +5,7 @@ from ensemblepp.envs.datasets import DATASETS, ClassificationData, load_dataset
 from ensemblepp.envs.duels import PreferenceDuels
 from ensemblepp.envs.gym import BanditEnv, register_environments
 from ensemblepp.envs.linear import LinearBandit
+from ensemblepp.envs.moderation import ModerationBandit
 from ensemblepp.envs.mushroom_lottery import MushroomLottery
 from ensemblepp.envs.nonlinear import (
     NeuralClassificationBandit,
@@ -13,6 +14,7 @@ from ensemblepp.envs.nonlinear import (
     QuadraticBandit,
     VectorQuadraticBandit,
 )
+from ensemblepp.envs.posts import Posts, hashed_features, load_posts
 from ensemblepp.envs.wheel import WheelBandit
 
 __all__ = [
@@ -21,15 +23,19 @@ __all__ = [
     "ClassificationBandit",
     "ClassificationData",
     "LinearBandit",
+    "ModerationBandit",
     "MushroomLottery",
     "NeuralClassificationBandit",
     "NeuralRegressionBandit",
     "PoolBandit",
+    "Posts",
     "PreferenceDuels",
     "QuadraticBandit",
     "VectorQuadraticBandit",
     "WheelBandit",
+    "hashed_features",
     "load_dataset",
+    "load_posts",
 ]
 
 register_environments()
