@@ -75,8 +75,12 @@ class ValueEnvironment(Protocol):
     """False where the environment cannot continue from a saved state (a simulator without one): a resumed run then
     begins a new episode, says so, and differs from an uninterrupted one."""
 
-    def reset(self) -> Shaped[Tensor, "replicas *obs"]:
-        """Begin a new episode in every replica and return the observations to act on."""
+    def reset(self, seed: int | None = None) -> Shaped[Tensor, "replicas *obs"]:
+        """Begin a new episode in every replica and return the observations to act on.
+
+        With a seed all that is random from here on follows from it; what belongs to the problem rather than to its
+        episodes (an action map) stays.
+        """
         ...
 
     def step(self, action: Int[Tensor, " replicas"]) -> ValueStep:
@@ -84,6 +88,13 @@ class ValueEnvironment(Protocol):
 
         Raises:
             ParameterError: Actions of another shape or outside 0 .. num_actions - 1; nothing has moved.
+        """
+        ...
+
+    def make_evaluation(self, copies: int) -> ValueEnvironment:
+        """Return replicas * `copies` environments, `copies` of each replica's own problem side by side.
+
+        They share no state with this one, so that evaluating never changes a run. The caller resets them with a seed.
         """
         ...
 

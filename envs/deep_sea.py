@@ -85,21 +85,23 @@ class DeepSea:
         self._row = 0
         self._column = torch.zeros(self.num_replicas, dtype=torch.int64, device=self.device)
 
-    def make_evaluation(self, episodes: int, *, seed: int) -> DeepSea:
-        """Return R * `episodes` copies, `episodes` of each replica's grid side by side, with noise of their own."""
-        check_int("episodes", "DeepSea", episodes)
+    def make_evaluation(self, copies: int) -> DeepSea:
+        """Return R * `copies` grids, `copies` of each replica's own side by side, with noise of their own."""
+        check_int("copies", "DeepSea", copies)
         copy = object.__new__(DeepSea)
         copy.__dict__ |= self.__dict__
-        copy.num_replicas = self.num_replicas * episodes
-        copy.action_map = self.action_map.repeat_interleave(episodes, dim=0)
-        copy._begin(Streams(seed, "noise", device=self.device))
+        copy.num_replicas = self.num_replicas * copies
+        copy.action_map = self.action_map.repeat_interleave(copies, dim=0)
+        copy._begin(Streams(self._seed, "noise", device=self.device))
         return copy
 
     def _observe(self) -> Int[Tensor, " replicas"]:
         return self._row * self.size + self._column
 
-    def reset(self) -> Int[Tensor, " replicas"]:
-        """Put every diver into the top left cell and return the observations."""
+    def reset(self, seed: int | None = None) -> Int[Tensor, " replicas"]:
+        """Put every diver into the top left cell and return the observations; a seed begins the noise anew."""
+        if seed is not None:
+            self.streams = Streams(seed, "noise", device=self.device)
         self._row = 0
         self._column = torch.zeros_like(self._column)
         return self._observe()
@@ -202,10 +204,9 @@ class DeepSeaEnv(gymnasium.Env[NDArray[np.float32], int]):
     ) -> tuple[NDArray[np.float32], dict[str, Any]]:
         """Begin an episode; a seed begins the noise anew, and the action map stays."""
         super().reset(seed=seed)
-        if seed is not None or self._running is None:
-            self.problem = self.problem.make_evaluation(1, seed=int(self.np_random.integers(2**31)))
+        begin = seed is not None or self._running is None
         self._running = True
-        return self._show(self.problem.reset())
+        return self._show(self.problem.reset(int(self.np_random.integers(2**31)) if begin else None))
 
     def step(self, action: int) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
         """Move the diver; terminated after N steps.
