@@ -4,6 +4,7 @@ from ensemblepp.agents.dropout import NeuralDropout
 from ensemblepp.agents.frame import BanditAgent
 from ensemblepp.agents.gaussian_process import GaussianProcessOracle
 from ensemblepp.agents.gradient_bonus import NeuralThompson, NeuralUCB
+from ensemblepp.agents.hyper_fqi import HyperFQI
 from ensemblepp.agents.langevin import LangevinTS
 from ensemblepp.agents.linear import LinearAgent, LinearEnsemblePP, default_index_dim
 from ensemblepp.agents.linear_baselines import (
@@ -18,6 +19,7 @@ from ensemblepp.agents.neural import NeuralEnsemblePP
 from ensemblepp.agents.neural_baselines import EnsemblePlus, EpiNet, NeuralEpsilonGreedy, NeuralGreedy, NeuralLinear
 from ensemblepp.agents.neural_frame import NeuralAgent
 from ensemblepp.agents.random_features import RandomFeatureEnsemblePP
+from ensemblepp.agents.value_frame import ValueLearner
 
 __all__ = [
     "BanditAgent",
@@ -26,6 +28,7 @@ __all__ = [
     "EpsilonGreedy",
     "GaussianProcessOracle",
     "Greedy",
+    "HyperFQI",
     "LangevinTS",
     "LinUCB",
     "LinearAgent",
@@ -42,6 +45,7 @@ __all__ = [
     "NeuralUCB",
     "RandomFeatureEnsemblePP",
     "Uniform",
+    "ValueLearner",
     "default_index_dim",
 ]
 

@@ -49,8 +49,8 @@ class HyperFQI(ValueLearner):
         num_actions: See `ValueLearner`.
         index_dim: M.
         index: Law of the index.
-        index_scale: "unit" divides reference indices by sqrt(M), so that they have norm 1 (c = 1 / M); "reference" keeps
-            E[zeta zeta^T] = I (c = 1).
+        index_scale: "unit" divides reference indices by sqrt(M), so that they have norm 1 (c = 1 / M); "reference"
+            keeps E[zeta zeta^T] = I (c = 1).
         index_loss_weight: c, where it shall be another than `index_scale` implies. Raising it lets the members forget
             their prior faster where there are data.
         index_resampling: "episode" keeps an acting index for an episode, "discount" also draws a new one at every step
@@ -115,7 +115,9 @@ class HyperFQI(ValueLearner):
         self.num_indices = check_int("num_indices", owner, num_indices)
         self.quantile = check_real("quantile", owner, quantile, above=0.0, at_most=1.0)
         if "bound" in (act_rule, target_rule) and index != "sphere":
-            raise ParameterError("index", owner, 'be "sphere" with the rule "bound", a limit on the sphere', repr(index))
+            raise ParameterError(
+                "index", owner, 'be "sphere" with the rule "bound", a limit on the sphere', repr(index)
+            )
         self.network = build_network(
             self, index_dim, posterior_scale=posterior_scale, unit_prior=unit_prior, stop_gradient=False
         )

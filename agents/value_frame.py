@@ -11,7 +11,15 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from ensemblepp.agents.sgd_model import Optimiser
-from ensemblepp.errors import DivergenceError, ParameterError, check_all, check_finite, check_int, check_real, check_shape
+from ensemblepp.errors import (
+    DivergenceError,
+    ParameterError,
+    check_all,
+    check_finite,
+    check_int,
+    check_real,
+    check_shape,
+)
 from ensemblepp.heads import EnsembleNetwork
 from ensemblepp.networks import MLP, StateMLP
 from ensemblepp.seeding import Streams
@@ -129,9 +137,7 @@ class ValueLearner:
         if dtype not in (torch.float32, torch.float64):
             raise ParameterError("dtype", owner, "be torch.float32 or torch.float64", dtype)
         self.dtype, self.device = dtype, torch.device(device)
-        self.streams = Streams(
-            seed, "init", "act", "perturb", "replay", "target", "evaluate", device=self.device
-        )
+        self.streams = Streams(seed, "init", "act", "perturb", "replay", "target", "evaluate", device=self.device)
         self.num_steps = 0
         self.num_updates = 0
         self._diverged_at = torch.full((num_replicas,), -1, device=self.device)
@@ -151,7 +157,8 @@ class ValueLearner:
         observation = (self.observation_shape, self.observation_dtype)
         return TransitionReplay(
             self.replay_capacity,
-            {"observation": observation, "action": ((), torch.int64), "next_observation": observation} | self._columns(),
+            {"observation": observation, "action": ((), torch.int64), "next_observation": observation}
+            | self._columns(),
             n_step=self.n_step,
             discount=self.discount,
             num_replicas=self.num_replicas,

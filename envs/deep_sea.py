@@ -173,7 +173,7 @@ class DeepSea:
         return {name: getattr(self, name) for name in names} | {"seed": self._seed}
 
 
-class DeepSeaEnv(gymnasium.Env[NDArray[np.float32], int]):
+class DeepSeaEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
     """`DeepSea` as a `gymnasium.Env` with N x N grids as observations; registered as `ensemblepp/DeepSea-v0`.
 
     The action map belongs to the environment, not to the episode: it follows from `map_seed`, and `reset(seed=...)`
@@ -191,9 +191,7 @@ class DeepSeaEnv(gymnasium.Env[NDArray[np.float32], int]):
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 (gymnasium declares it as a plain attribute)
 
-    def __init__(
-        self, size: int = 10, *, stochastic: bool = False, move_cost: float = 0.01, map_seed: int = 0
-    ) -> None:
+    def __init__(self, size: int = 10, *, stochastic: bool = False, move_cost: float = 0.01, map_seed: int = 0) -> None:
         self.problem = DeepSea(size, stochastic=stochastic, move_cost=move_cost, seed=map_seed)
         self.observation_space = spaces.Box(0.0, 1.0, (size, size), np.float32)
         self.action_space = spaces.Discrete(2)
@@ -208,7 +206,7 @@ class DeepSeaEnv(gymnasium.Env[NDArray[np.float32], int]):
         self._running = True
         return self._show(self.problem.reset(int(self.np_random.integers(2**31)) if begin else None))
 
-    def step(self, action: int) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.int64 | int) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
         """Move the diver; terminated after N steps.
 
         Raises:
