@@ -1,6 +1,9 @@
 """Agents, one file per family of methods."""
 
+from ensemblepp.agents.bootstrapped_dqn import BootstrappedDQN
+from ensemblepp.agents.dqn import DQN
 from ensemblepp.agents.dropout import NeuralDropout
+from ensemblepp.agents.enn_dqn import EnnDQN
 from ensemblepp.agents.frame import BanditAgent
 from ensemblepp.agents.gaussian_process import GaussianProcessOracle
 from ensemblepp.agents.gradient_bonus import NeuralThompson, NeuralUCB
@@ -22,7 +25,10 @@ from ensemblepp.agents.random_features import RandomFeatureEnsemblePP
 from ensemblepp.agents.value_frame import ValueLearner
 
 __all__ = [
+    "DQN",
     "BanditAgent",
+    "BootstrappedDQN",
+    "EnnDQN",
     "EnsemblePlus",
     "EpiNet",
     "EpsilonGreedy",

@@ -12,9 +12,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ensemblepp.agents.value_frame import ValueLearner, ValueOptions, build_network, scatter_actions
+from ensemblepp.agents.episode_index import EpisodeIndex
+from ensemblepp.agents.value_frame import ValueLearner, ValueOptions
+from ensemblepp.agents.value_network import network_options, scatter_actions
 from ensemblepp.errors import ParameterError, check_choice, check_int, check_real
-from ensemblepp.heads import IndexedOutput
+from ensemblepp.heads import EnsembleNetwork, IndexedOutput
 from ensemblepp.indices import IndexDistribution
 from ensemblepp.losses import expected_index_loss
 from ensemblepp.types import StateDict
@@ -100,14 +102,13 @@ class HyperFQI(ValueLearner):
         if index_dim == 1:
             remedy = "With index_dim = 1 all states share one random number, and exploration is a coin toss."
             warnings.warn(f"index_dim of {owner} should be >= 2; got 1. {remedy}", stacklevel=2)
-        self._index_law = IndexDistribution(index, index_dim)
         self._perturbation_law = IndexDistribution(perturbation, index_dim)
         check_choice("index_scale", owner, index_scale, ("unit", "reference"))
         self._index_factor = 1 / math.sqrt(index_dim) if index_scale == "unit" else 1.0
         weight = self._index_factor**2 if index_loss_weight is None else index_loss_weight
         self.index_loss_weight = check_real("index_loss_weight", owner, weight, above=0.0)
         check_choice("index_resampling", owner, index_resampling, ("episode", "discount"))
-        self._resampling = 1 - self.discount if index_resampling == "discount" else 0.0
+        resampling = 1 - self.discount if index_resampling == "discount" else 0.0
         self.noise_scale = check_real("noise_scale", owner, noise_scale, at_least=0.0)
         self.prior_scale = check_real("prior_scale", owner, prior_scale, at_least=0.0)
         self.act_rule = check_choice("act_rule", owner, act_rule, RULES)
@@ -118,13 +119,21 @@ class HyperFQI(ValueLearner):
             raise ParameterError(
                 "index", owner, 'be "sphere" with the rule "bound", a limit on the sphere', repr(index)
             )
-        self.network = build_network(
-            self, index_dim, posterior_scale=posterior_scale, unit_prior=unit_prior, stop_gradient=False
+        self._index = EpisodeIndex(
+            IndexDistribution(index, index_dim),
+            self.num_replicas,
+            self.streams,
+            factor=self._index_factor,
+            count=num_indices if act_rule == "max" else 1,
+            resampling=resampling,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        sizes, shared = network_options(self)
+        self.network = EnsembleNetwork(
+            *sizes, index_dim, posterior_scale=posterior_scale, unit_prior=unit_prior, stop_gradient=False, **shared
         )
         self.target = self.network.clone()
-        count = num_indices if act_rule == "max" else 1
-        self._index = torch.zeros(self.num_replicas, count, index_dim, dtype=self.dtype, device=self.device)
-        self._renew = torch.ones(self.num_replicas, dtype=torch.bool, device=self.device)
         self._start_learning()
 
     def _columns(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -134,13 +143,9 @@ class HyperFQI(ValueLearner):
         law, generator = self._perturbation_law, self.streams["perturb"]
         return {"perturbation": law.perturbation(self.num_replicas, generator=generator, dtype=self.dtype)}
 
-    def _draw_index(self, *batch: int, stream: str) -> Float[Tensor, "*batch index_dim"]:
-        """Draw indices as they are used, `index_scale` included."""
-        return self._index_factor * self._index_law.reference(*batch, generator=self.streams[stream], dtype=self.dtype)
-
     def draw_evaluation_index(self, episodes: int) -> Float[Tensor, "replicas episodes index_dim"]:
         """Draw fresh indices from the stream "evaluate"."""
-        return self._draw_index(self.num_replicas, check_int("episodes", self._owner, episodes), stream="evaluate")
+        return self._index.draw(self.num_replicas, check_int("episodes", self._owner, episodes), stream="evaluate")
 
     def _output(self, network: Any, x: Tensor) -> IndexedOutput:
         """Return mean and members of every action, the prior among the members."""
@@ -164,20 +169,11 @@ class HyperFQI(ValueLearner):
         return samples.amax(2) if self.quantile == 1.0 else samples.quantile(self.quantile, dim=2)
 
     def _choose(self, x: Tensor) -> Int[Tensor, "replicas one"]:
-        index = None
-        if self.act_rule != "bound":
-            fresh = self._draw_index(*self._index.shape[:2], stream="act")
-            renew = self._renew
-            if self._resampling:
-                draw = torch.rand(self.num_replicas, generator=self.streams["act"], device=self.device)
-                renew = renew | (draw < self._resampling)
-            self._index = torch.where(renew.view(-1, 1, 1), fresh, self._index)
-            self._renew = torch.zeros_like(renew)
-            index = self._index.unsqueeze(1)
+        index = None if self.act_rule == "bound" else self._index.next().unsqueeze(1)
         return self.apply_rule(self.act_rule, self._output(self.network, x), index).argmax(-1)
 
     def _note_ends(self, ended: Bool[Tensor, " replicas"]) -> None:
-        self._renew = self._renew | ended
+        self._index.note_ends(ended)
 
     def _backward(self, batch: Mapping[str, Tensor]) -> Float[Tensor, " replicas"]:
         target = batch["reward"] + batch["discount"] * self._bootstrap(self.encode(batch["next_observation"]))
@@ -198,7 +194,7 @@ class HyperFQI(ValueLearner):
         index = None
         if self.target_rule != "bound":
             count = self.num_indices if self.target_rule == "max" else 1
-            index = self._draw_index(*x.shape[:2], count, stream="target")
+            index = self._index.draw(*x.shape[:2], count, stream="target")
         values = self.apply_rule(self.target_rule, self._output(self.target, x), index)
         if not self.double:
             return values.amax(-1)
@@ -206,8 +202,8 @@ class HyperFQI(ValueLearner):
         return values.gather(-1, best).squeeze(-1)
 
     def state_dict(self) -> StateDict:
-        return super().state_dict() | {"index": self._index.clone(), "renew": self._renew.clone()}
+        return super().state_dict() | {"index": self._index.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._index, self._renew = state["index"].to(self._index), state["renew"].to(self._renew)
+        self._index.load_state_dict(state["index"])

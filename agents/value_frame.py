@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -20,8 +19,6 @@ from ensemblepp.errors import (
     check_real,
     check_shape,
 )
-from ensemblepp.heads import EnsembleNetwork
-from ensemblepp.networks import MLP, StateMLP
 from ensemblepp.seeding import Streams
 from ensemblepp.transition_replay import TransitionReplay
 from ensemblepp.types import StateDict
@@ -343,28 +340,3 @@ class ValueLearner:
 
 def _within(values: Tensor, bound: int) -> Tensor:
     return (values >= 0) & (values < bound)
-
-
-def build_network(learner: ValueLearner, index_dim: int, **options: Any) -> EnsembleNetwork:
-    """Return the network of M members that a learner's observations and actions call for."""
-    states = learner.num_states
-    return EnsembleNetwork(
-        math.prod(learner.observation_shape) if states is None else states,
-        learner.hidden_dims,
-        index_dim,
-        num_outputs=learner.num_actions,
-        num_replicas=learner.num_replicas,
-        torso=MLP if states is None else StateMLP,
-        generator=learner.streams["init"],
-        dtype=learner.dtype,
-        **options,
-    )
-
-
-def scatter_actions(
-    gradient: Float[Tensor, "replicas batch columns"], action: Int[Tensor, "replicas batch"], num_actions: int
-) -> Float[Tensor, "replicas batch actions columns"]:
-    """Return the gradient of the chosen actions' outputs among zeros for the others."""
-    everywhere = gradient.new_zeros(*action.shape, num_actions, gradient.shape[-1])
-    place = action[..., None, None].expand(-1, -1, 1, gradient.shape[-1])
-    return everywhere.scatter_(2, place, gradient.unsqueeze(2))

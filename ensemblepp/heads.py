@@ -271,6 +271,7 @@ class PriorEnsemble:
         index_dim: M.
         num_outputs: Outputs per input.
         num_replicas: R.
+        torso: See `EnsembleNetwork`.
         generator: Source of the weights.
         dtype: Of weights and inputs.
 
@@ -288,6 +289,7 @@ class PriorEnsemble:
         *,
         num_outputs: int = 1,
         num_replicas: int = 1,
+        torso: Callable[..., MLP] = MLP,
         generator: torch.Generator,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -299,6 +301,7 @@ class PriorEnsemble:
             0,
             num_outputs=num_outputs,
             num_replicas=num_replicas * index_dim,
+            torso=torso,
             generator=generator,
             dtype=dtype,
         )
@@ -346,6 +349,13 @@ class IndependentEnsemble(PriorEnsemble):
     def __init__(self, in_dim: int, hidden_dims: Sequence[int], index_dim: int, **options: Any) -> None:
         super().__init__(in_dim, hidden_dims, index_dim, **options)
         self._priors = PriorEnsemble(in_dim, hidden_dims, index_dim, **options)
+
+    def clone(self) -> IndependentEnsemble:
+        """Return a copy with its own trainable parameters; the prior networks, which never change, are shared."""
+        copy = object.__new__(type(self))
+        copy.__dict__ |= self.__dict__
+        copy.networks = self.networks.clone()
+        return copy
 
     @property
     def head(self) -> ParameterBlock:
