@@ -1,4 +1,4 @@
-"""DeepSea is the behaviour suite's: recorded episodes, the suite itself where it is installed, and the stochastic law."""
+"""DeepSea is the behaviour suite's: recorded episodes, the suite itself where installed, and the stochastic law."""
 
 import itertools
 import json

@@ -1,5 +1,6 @@
 """Value learners: targets and gradients against autograd, ends of episodes, schedules, refusals, saved states."""
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -318,7 +319,7 @@ def test_the_index_is_kept_for_an_episode_or_resampled() -> None:
     assert not torch.equal(kept[2][0], kept[3][0])  # replica 0 ended its episode at step 2
     assert torch.equal(kept[2][1], kept[3][1])
     always = indices("discount", 0.0)  # 1 - discount = 1
-    assert all(not torch.equal(one, two) for one, two in zip(always, always[1:], strict=False))
+    assert all(not torch.equal(one, two) for one, two in itertools.pairwise(always))
 
 
 def test_epsilon_falls_and_random_steps_are_uniform() -> None:
@@ -350,9 +351,13 @@ def test_huge_rewards_stop_the_run_and_name_the_step(make: Maker) -> None:
     agent = make((2,), 3, num_replicas=2, **options)
     agent.observe(transition(agent, 0))
     agent.observe(transition(agent, 1))
-    with pytest.raises(DivergenceError, match=r"non-finite at step \d+ in replicas \[1\]"):
+
+    def go_on() -> None:
         for number in range(30):
             agent.observe(transition(agent, number, reward=torch.tensor([0.0, 1e30])))
+
+    with pytest.raises(DivergenceError, match=r"non-finite at step \d+ in replicas \[1\]"):
+        go_on()
 
 
 @every_agent
@@ -381,7 +386,7 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         DQN((3,), 2, num_states=4)
     with pytest.raises(ParameterError, match='index of HyperFQI must be "sphere" with the rule "bound"'):
         HyperFQI((2,), 2, index="gaussian", act_rule="bound")
-    with pytest.raises(ParameterError, match="dtype torch.float32; got torch.float64"):
+    with pytest.raises(ParameterError, match=r"dtype torch\.float32; got torch\.float64"):
         DQN((3,), 2).act(torch.zeros(1, 3, dtype=torch.float64))
 
 
