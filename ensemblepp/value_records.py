@@ -47,6 +47,11 @@ class EpisodeLog:
         recent.append((episode_return, length))
         del recent[:-WINDOW]
 
+    def drop_running(self) -> None:
+        """Forget the episodes that have not ended: their environments are gone."""
+        self._returns.zero_()
+        self._lengths.zero_()
+
     def means(self) -> dict[str, NDArray[np.float64]]:
         """Return the means over each replica's last `WINDOW` episodes, (replicas,); NaN before the first."""
         means = [np.mean(recent, axis=0) if recent else np.full(2, np.nan) for recent in self._recent]

@@ -62,9 +62,10 @@ class ValueRuns:
         names = ("eval/mean_reward", "eval/mean_ep_length", "rollout/ep_rew_mean", "rollout/ep_len_mean")
         last = {}
         for name in names:
-            if name in self.metrics:
-                measured = ~np.isnan(self.metrics[name]).all(axis=0)
-                last[name] = bootstrap_interval(self.metrics[name][:, measured][:, -1])
+            curves = self.metrics.get(name, np.empty((0, 0)))
+            measured = np.flatnonzero(~np.isnan(curves).all(axis=0))
+            if len(measured):
+                last[name] = bootstrap_interval(curves[:, measured[-1]])
         return last
 
 
@@ -296,6 +297,7 @@ class _Loop:
             self.environment.load_state_dict(state["environment"])
             self.observation = state["observation"].to(self.observation)
         else:
+            self.episodes.drop_running()
             name = type(self.environment).__name__
             warnings.warn(
                 f"{name} cannot restore its state: the run resumes at step {self.step} with new episodes, "
