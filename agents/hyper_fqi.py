@@ -16,7 +16,7 @@ from ensemblepp.agents.episode_index import EpisodeIndex
 from ensemblepp.agents.value_frame import ValueLearner, ValueOptions
 from ensemblepp.agents.value_network import network_options, scatter_actions
 from ensemblepp.errors import ParameterError, check_choice, check_int, check_real
-from ensemblepp.heads import EnsembleNetwork, IndexedOutput
+from ensemblepp.heads import EnsembleNetwork, IndexedOutput, select_members
 from ensemblepp.indices import IndexDistribution
 from ensemblepp.losses import expected_index_loss
 from ensemblepp.types import StateDict
@@ -182,7 +182,7 @@ class HyperFQI(ValueLearner):
         chosen = output.select(action)
         prior = self.network.prior(x)
         if prior is not None:
-            chosen = chosen.with_prior(torch.take_along_dim(prior, action[..., None, None], dim=2), self.prior_scale)
+            chosen = chosen.with_prior(select_members(prior, action), self.prior_scale)
         loss, gradient = expected_index_loss(
             chosen, target, batch["perturbation"], self.noise_scale, self.index_loss_weight
         )

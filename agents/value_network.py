@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -33,6 +34,7 @@ def scatter_actions(
     gradient: Float[Tensor, "replicas batch columns"], action: Int[Tensor, "replicas batch"], num_actions: int
 ) -> Float[Tensor, "replicas batch actions columns"]:
     """Return the gradient of the chosen actions' outputs among zeros for the others."""
-    everywhere = gradient.new_zeros(*action.shape, num_actions, gradient.shape[-1])
-    place = action[..., None, None].expand(-1, -1, 1, gradient.shape[-1])
-    return everywhere.scatter_(2, place, gradient.unsqueeze(2))
+    columns = gradient.shape[-1]
+    rows = torch.arange(action.numel(), device=action.device).mul_(num_actions).add_(action.flatten())
+    everywhere = gradient.new_zeros(action.numel() * num_actions, columns)
+    return everywhere.index_copy_(0, rows, gradient.reshape(-1, columns)).view(*action.shape, num_actions, columns)

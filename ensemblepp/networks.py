@@ -142,9 +142,9 @@ class MLP:
             shapes[f"bias_{layer}"] = (num_replicas, 1, width)
         self.parameters = ParameterBlock(shapes, dtype=dtype, device=generator.device)
         for layer, (fan_in, _) in enumerate(self._sizes()):
-            bound = self._bound(layer, fan_in)
-            self.parameters[f"weight_{layer}"].uniform_(-bound, bound, generator=generator)
-            self.parameters[f"bias_{layer}"].uniform_(-bound, bound, generator=generator)
+            weight, bias = self._bounds(layer, fan_in)
+            self.parameters[f"weight_{layer}"].uniform_(-weight, weight, generator=generator)
+            self.parameters[f"bias_{layer}"].uniform_(-bias, bias, generator=generator)
 
     def clone(self) -> MLP:
         """Return a copy with its own parameters."""
@@ -153,9 +153,9 @@ class MLP:
         copy.parameters = self.parameters.clone()
         return copy
 
-    def _bound(self, layer: int, fan_in: int) -> float:
-        """Return the largest initial weight of a layer."""
-        return 1 / math.sqrt(fan_in)
+    def _bounds(self, layer: int, fan_in: int) -> tuple[float, float]:
+        """Return the largest initial weight and the largest initial bias of a layer."""
+        return 1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in)
 
     def _sizes(self) -> list[tuple[int, int]]:
         return list(zip((self.in_dim, *self.hidden_dims), self.hidden_dims, strict=False))
@@ -241,9 +241,10 @@ class StateMLP(MLP):
     """An `MLP` on numbers of states: x is an int64 s, and the first layer reads row s of its weights.
 
     The same function as an MLP on the one-hot vector of s, without the product: reading a row costs its width, whatever
-    the number of states. The rows start uniform in +-1, as the weights of an input with one entry do: with
-    1/sqrt(num_states), the one-hot vector's length taken for the number of its non-zero entries, features of different
-    states start nearly equal, the more so the more states there are.
+    the number of states. The rows start uniform in +-1/sqrt(width), so that they have one length (about 0.58) for any
+    number of states, and all biases at zero. The usual +-1/sqrt(num_states) takes the one-hot vector's length for the
+    number of its non-zero entries: rows shrink as states are added, biases are left, and the features of all states
+    point the same way.
 
     Args:
         in_dim: Number of states.
@@ -265,8 +266,8 @@ class StateMLP(MLP):
         """Return the rows of states in a table whose replicas lie one below the other."""
         return (states + self._first_row).flatten()
 
-    def _bound(self, layer: int, fan_in: int) -> float:
-        return super()._bound(layer, 1 if layer == 0 else fan_in)
+    def _bounds(self, layer: int, fan_in: int) -> tuple[float, float]:
+        return 1 / math.sqrt(self.hidden_dims[0] if layer == 0 else fan_in), 0.0
 
     def _affine(self, layer: int, below: Tensor) -> Tensor:
         if layer:
