@@ -2,6 +2,7 @@
 
 from ensemblepp.envs.classification import ClassificationBandit
 from ensemblepp.envs.datasets import DATASETS, ClassificationData, load_dataset
+from ensemblepp.envs.deep_sea import DeepSea, DeepSeaEnv
 from ensemblepp.envs.duels import PreferenceDuels
 from ensemblepp.envs.gym import BanditEnv, register_environments
 from ensemblepp.envs.linear import LinearBandit
@@ -22,6 +23,8 @@ __all__ = [
     "BanditEnv",
     "ClassificationBandit",
     "ClassificationData",
+    "DeepSea",
+    "DeepSeaEnv",
     "LinearBandit",
     "ModerationBandit",
     "MushroomLottery",

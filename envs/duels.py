@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import zipfile
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +31,7 @@ class PreferenceDuels:
     Args:
         features: phi of every response, (responses, feature_dim); None draws a synthetic pool of N(0, I / feature_dim).
         reward: r of every response; None draws a linear one.
+        pool: An .npz file that holds features and reward instead.
         num_candidates: K.
         candidates: "redrawn" offers K others at every step, "fixed" the same K for the whole run.
         reward_scale: Rescale r to this standard deviation over the pool; None takes it as it is. Raising it makes the
@@ -52,6 +55,7 @@ class PreferenceDuels:
         features: Tensor | NDArray[Any] | None = None,
         reward: Tensor | NDArray[Any] | None = None,
         *,
+        pool: str | Path | None = None,
         num_candidates: int = 12,
         candidates: Literal["redrawn", "fixed"] = "redrawn",
         reward_scale: float | None = None,
@@ -67,6 +71,10 @@ class PreferenceDuels:
         self.device = check_setup(owner, num_replicas, seed, device, dtype)
         self.dtype, self.num_replicas = dtype, int(num_replicas)
         self._streams = Streams(seed, "pool", "offers", "answers", "eval", device=self.device)
+        if pool is not None:
+            if features is not None or reward is not None:
+                raise ParameterError("pool", owner, "be None when arrays are given", repr(str(pool)))
+            features, reward = read_pool(pool)
         if (features is None) != (reward is None):
             raise ParameterError("reward", owner, "come with features, or both be left out", "one of them")
         if features is None or reward is None:
@@ -174,3 +182,20 @@ class PreferenceDuels:
             "num_replicas": self.num_replicas,
             "dtype": str(self.dtype),
         }
+
+
+def read_pool(path: str | Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return features and reward of an .npz file.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ParameterError: It is no such file, or one of the two arrays is missing.
+    """
+    try:
+        with np.load(path) as arrays:
+            return arrays["features"], arrays["reward"]
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        rule = "be an .npz file with arrays features and reward"
+        raise ParameterError("pool", "PreferenceDuels", rule, f"{path}: {error}") from error
