@@ -134,8 +134,8 @@ class FeatureExtractor:
             if self._cache is not None:
                 self._cache.put(batch, features)
             known |= dict(zip(batch, features, strict=True))
-        latest = (self._recent | known).items()
-        self._recent = dict(list(latest)[max(0, len(latest) - self._memory) :])
+        latest = [(text, vector) for text, vector in self._recent.items() if text not in known] + list(known.items())
+        self._recent = dict(latest[max(0, len(latest) - self._memory) :])
         return torch.stack([known[text] for text in texts])
 
     def _batches(self, texts: list[str]) -> Iterator[list[str]]:

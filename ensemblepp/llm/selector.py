@@ -74,7 +74,8 @@ class ResponseSelector:
         seed: int = 0,
     ) -> None:
         if not isinstance(model, EnsembleRewardModel):
-            raise ParameterError("model", _OWNER, "be an EnsembleRewardModel", type(model).__name__)
+            remedy = "With adapters, pass model.get_base_model()." if hasattr(model, "get_base_model") else ""
+            raise ParameterError("model", _OWNER, "be an EnsembleRewardModel", type(model).__name__, remedy)
         self.model = model
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         self.extractor = FeatureExtractor(

@@ -41,12 +41,15 @@ def test_learning_from_what_was_compared_takes_no_forward_pass() -> None:
 
 def test_memory_is_bounded_and_keeps_the_latest() -> None:
     extract = FeatureExtractor(make_backbone(), make_tokenizer(), memory=2)
-    extract(["a", "b", "c"])
     passes = count_passes(extract)
-    extract(["c", "b"])
-    assert passes == []
-    extract(["a"])
-    assert passes == [1]
+    extract(["a", "b"])
+    extract(["a"])  # the latest now
+    extract(["c"])  # takes the place of "b"
+    assert passes == [2, 1]
+    extract(["a", "c"])
+    assert passes == [2, 1]
+    extract(["b"])
+    assert passes == [2, 1, 1]
     forgetful = FeatureExtractor(make_backbone(), make_tokenizer(), memory=0)
     passes = count_passes(forgetful)
     for _ in range(2):
@@ -116,6 +119,28 @@ def test_adapters_are_not_silently_left_untrained() -> None:
         EnsembleRewardModel.from_backbone(adapted)
     features = FeatureExtractor(adapted, make_tokenizer())(RESPONSES)
     torch.testing.assert_close(features, FeatureExtractor(make_backbone(), make_tokenizer())(RESPONSES))
+
+
+@pytest.mark.usefixtures("without_shape_checks")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_model_with_adapters_selects_and_learns() -> None:
+    peft = pytest.importorskip("peft", reason="needs the extra [llm]")
+    settings = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["head"], r=2)
+    adapted = peft.get_peft_model(make_model(freeze_backbone=False), settings)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    with pytest.raises(ParameterError, match=r"got PeftModel. With adapters, pass model.get_base_model\(\)."):
+        ResponseSelector(adapted, make_tokenizer())
+    chooser = ResponseSelector(adapted.get_base_model(), make_tokenizer())
+    plain = ResponseSelector(make_model(), make_tokenizer())
+    assert not torch.allclose(chooser.extractor(RESPONSES), plain.extractor(RESPONSES), atol=1e-3)
+    chooser.learn(PROMPT, chosen=RESPONSES[0], rejected=RESPONSES[1])
+    scores = chooser.scores(PROMPT, RESPONSES)
+    assert scores[0] > scores[1]
+    logits = adapted(*encode([PROMPT + text for text in RESPONSES])).logits[:, 0]
+    torch.testing.assert_close(logits, scores, rtol=0, atol=1e-5)
 
 
 def test_the_callers_backbone_is_neither_frozen_nor_moved() -> None:
