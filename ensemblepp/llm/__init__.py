@@ -8,3 +8,15 @@ try:
     import transformers  # noqa: F401
 except ImportError as error:
     raise ImportError("ensemblepp.llm needs transformers; install it with: pip install 'ensemblepp[llm]'") from error
+
+from ensemblepp.llm.features import FeatureExtractor
+from ensemblepp.llm.reward_model import EnsembleRewardConfig, EnsembleRewardModel, EnsembleRewardOutput
+from ensemblepp.llm.selector import ResponseSelector
+
+__all__ = [
+    "EnsembleRewardConfig",
+    "EnsembleRewardModel",
+    "EnsembleRewardOutput",
+    "FeatureExtractor",
+    "ResponseSelector",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
@@ -15,11 +16,16 @@ from torch import Tensor, nn
 from ensemblepp.errors import CheckpointError
 
 _CREATE = "CREATE TABLE IF NOT EXISTS features (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
+_ABOUT_THE_FILE = frozenset({"_name_or_path", "transformers_version", "architectures"})
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a hash of all parameters and buffers: equal weights, equal fingerprint."""
+    """Return a hash of configuration, parameters and buffers: what computes the same has the same fingerprint."""
     digest = hashlib.blake2b(digest_size=16)
+    config = getattr(module, "config", None)
+    settings = {} if config is None else config.to_dict()
+    kept = {name: value for name, value in settings.items() if name not in _ABOUT_THE_FILE}
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

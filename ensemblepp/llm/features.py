@@ -1,9 +1,11 @@
-"""Texts to vectors: any transformers backbone, batched by length, pooled by mask, cached when it is frozen."""
+"""Texts to vectors: any transformers backbone, batched by length, pooled by mask, remembered while it is frozen."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,19 @@ from ensemblepp.llm.pooling import POOLINGS, pool, positions
 _OWNER = "FeatureExtractor"
 
 
-def hidden_states(backbone: nn.Module, input_ids: Tensor, mask: Tensor) -> Tensor:
+def find_trunk(backbone: Any) -> Any:
+    """Return the part of a transformers model, with or without head and adapters, that ends in hidden states.
+
+    Raises:
+        ParameterError: Not a transformers model.
+    """
+    plain = backbone.get_base_model() if hasattr(backbone, "get_base_model") else backbone
+    if not isinstance(plain, nn.Module) or not hasattr(plain, "base_model") or not hasattr(plain, "config"):
+        raise ParameterError("backbone", "a language model", "be a transformers model", type(backbone).__name__)
+    return plain.base_model
+
+
+def hidden_states(backbone: Any, input_ids: Tensor, mask: Tensor) -> Tensor:
     """Return the last hidden states (batch, tokens, dim), independent of the side of the padding."""
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask}
     if takes_positions(backbone):
@@ -26,7 +40,7 @@ def hidden_states(backbone: nn.Module, input_ids: Tensor, mask: Tensor) -> Tenso
     return hidden
 
 
-def takes_positions(backbone: nn.Module) -> bool:
+def takes_positions(backbone: Any) -> bool:
     """Return whether position ids can be told to a backbone as a count of real tokens from zero.
 
     Without them most models number slots, so that padding on the left would move a text. Models in RoBERTa's manner
@@ -41,17 +55,21 @@ def takes_positions(backbone: nn.Module) -> bool:
 
 
 class FeatureExtractor:
-    """Frozen features phi(text) of a transformers backbone, (texts, dim) in float32.
+    """Frozen features phi(text) of a transformers backbone, (texts, dim) in float32 on the CPU.
 
     Args:
-        backbone: A transformers model without head, or one whose `base_model` is.
+        backbone: A transformers model; a causal language model gives its trunk. It is used, not copied or changed.
         tokenizer: Its tokenizer.
         pooling: "last" (decoders) or "mean" (sentence encoders).
         batch_size: Texts per forward pass; texts are batched by length.
-        max_length: Tokens kept per text, the last ones, so that a long prompt never cuts the response; None: the
-            tokenizer's own limit.
+        max_length: Tokens kept per text, the last ones, so that a long prompt never cuts the response; None: what
+            tokenizer and backbone can take.
         normalise: Scale every vector to norm 1.
-        cache: An SQLite file that keeps features by content of weights and text; None: nothing is kept.
+        memory: Texts whose features are kept in memory, the most recent ones, so that learning from an answer about
+            responses that were just compared takes no forward pass.
+        cache: An SQLite file that keeps features by content of weights and text; None: nothing is kept on disk.
+
+    Both memories hold for weights as they are: when the backbone was trained meanwhile, features are computed anew.
 
     Raises:
         ParameterError: A value that breaks a rule, by name.
@@ -66,19 +84,18 @@ class FeatureExtractor:
         batch_size: int = 16,
         max_length: int | None = None,
         normalise: bool = False,
+        memory: int = 1024,
         cache: str | Path | None = None,
     ) -> None:
-        self.backbone = backbone.base_model if hasattr(backbone, "lm_head") else backbone
+        self.backbone = find_trunk(backbone)
         self.tokenizer = tokenizer
         self.pooling = check_choice("pooling", _OWNER, pooling, POOLINGS)
         self.batch_size = check_int("batch_size", _OWNER, batch_size)
         self.max_length = usable_length(tokenizer, self.backbone, max_length)
         self.normalise = bool(normalise)
-        self._cache = None
-        if cache is not None:
-            weights = fingerprint(self.backbone)
-            space = f"{weights} {self.pooling} {self.max_length} {self.normalise} {tokenizer_identity(tokenizer)}"
-            self._cache = FeatureCache(cache, space)
+        self._memory = check_int("memory", _OWNER, memory, minimum=0)
+        self._path = cache
+        self._reset()
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> FeatureExtractor:
@@ -86,6 +103,15 @@ class FeatureExtractor:
         from transformers import AutoModel, AutoTokenizer
 
         return cls(AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path), **options)
+
+    def _reset(self) -> None:
+        """Forget features and take the weights as they are now."""
+        self._weights = weights_version(self.backbone)
+        self._recent: dict[str, Tensor] = {}
+        self._cache = None
+        if self._path is not None:
+            parts = (self.pooling, self.max_length, self.normalise, tokenizer_identity(self.tokenizer))
+            self._cache = FeatureCache(self._path, " ".join(map(str, (fingerprint(self.backbone), *parts))))
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """Return phi of every text, in the order given.
@@ -95,19 +121,24 @@ class FeatureExtractor:
         """
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
             raise ParameterError("texts", _OWNER, "be a non-empty list of strings", repr(texts)[:80])
-        known: dict[str, Tensor] = {}
+        if self._weights != weights_version(self.backbone):
+            self._reset()
         distinct = list(dict.fromkeys(texts))
+        known = {text: self._recent[text] for text in distinct if text in self._recent}
         if self._cache is not None:
-            found = zip(distinct, self._cache.get(distinct), strict=True)
-            known = {text: vector for text, vector in found if vector is not None}
+            asked = [text for text in distinct if text not in known]
+            found = zip(asked, self._cache.get(asked), strict=True)
+            known |= {text: vector for text, vector in found if vector is not None}
         for batch in self._batches([text for text in distinct if text not in known]):
             features = self._encode(batch)
             if self._cache is not None:
                 self._cache.put(batch, features)
-            known |= dict(zip(batch, features.cpu(), strict=True))
+            known |= dict(zip(batch, features, strict=True))
+        latest = [(text, vector) for text, vector in self._recent.items() if text not in known] + list(known.items())
+        self._recent = dict(latest[max(0, len(latest) - self._memory) :])
         return torch.stack([known[text] for text in texts])
 
-    def _batches(self, texts: list[str]) -> Iterable[list[str]]:
+    def _batches(self, texts: list[str]) -> Iterator[list[str]]:
         """Yield batches of texts of similar length, the longest first, so that too large a batch fails at once."""
         ordered = sorted(texts, key=len, reverse=True)
         for start in range(0, len(ordered), self.batch_size):
@@ -116,15 +147,20 @@ class FeatureExtractor:
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> Tensor:
         device = next(self.backbone.parameters()).device
-        ids, mask = tokenize(self.tokenizer, texts, self.max_length)
+        ids, mask = (part.to(device) for part in tokenize(self.tokenizer, texts, self.max_length))
         was_training = self.backbone.training
         self.backbone.eval()
         try:
-            hidden = hidden_states(self.backbone, ids.to(device), mask.to(device))
+            features = pool(hidden_states(self.backbone, ids, mask), mask, self.pooling).float().cpu()
         finally:
             self.backbone.train(was_training)
-        features = pool(hidden, mask.to(device), self.pooling).float()
         return nn.functional.normalize(features, dim=-1) if self.normalise else features
+
+
+def weights_version(module: nn.Module) -> int:
+    """Return what changes when a weight is trained, loaded or replaced."""
+    tensors = chain(module.parameters(), module.buffers())
+    return hash(tuple((id(tensor), tensor._version, tensor.dtype) for tensor in tensors))
 
 
 def usable_length(tokenizer: Any, backbone: Any, max_length: int | None) -> int:
@@ -136,8 +172,10 @@ def usable_length(tokenizer: Any, backbone: Any, max_length: int | None) -> int:
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """Return what tells one tokenizer from another."""
-    return f"{type(tokenizer).__name__} {len(tokenizer)}"
+    """Return a hash of what a tokenizer does to texts."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = repr(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+    return hashlib.blake2b(f"{type(tokenizer).__name__} {rules}".encode(), digest_size=16).hexdigest()
 
 
 def tokenize(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from ensemblepp.errors import ParameterError, check_choice, check_int, check_real
 from ensemblepp.heads import IndexedOutput
-from ensemblepp.llm.features import hidden_states
+from ensemblepp.llm.features import find_trunk, hidden_states
 from ensemblepp.llm.head import SamplerHead
 from ensemblepp.llm.pooling import POOLINGS, infer_mask, pool
 
@@ -82,7 +82,8 @@ class EnsembleRewardModel(PreTrainedModel):
     config_class = EnsembleRewardConfig
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
-    _no_split_modules: tuple[str, ...] = ()
+    _keep_in_fp32_modules_strict = ("head",)
+    backbone: Any
 
     def __init__(self, config: EnsembleRewardConfig, backbone: nn.Module | None = None) -> None:
         super().__init__(config)
@@ -126,18 +127,21 @@ class EnsembleRewardModel(PreTrainedModel):
             if load_options:
                 rule = "be given only with the name of a backbone"
                 raise ParameterError(", ".join(load_options), _OWNER, rule, type(backbone).__name__)
-            trunk = backbone.base_model if hasattr(backbone, "lm_head") else backbone
+            if hasattr(backbone, "get_base_model"):
+                remedy = "Put adapters on the reward model instead, with modules_to_save=['head']."
+                raise ParameterError("backbone", _OWNER, "be a model without adapters", type(backbone).__name__, remedy)
+            trunk = find_trunk(backbone)
         else:
             trunk = AutoModel.from_pretrained(backbone, **load_options)
-        settings = {**trunk.config.to_dict(), "model_type": trunk.config.model_type}  # type: ignore[union-attr,operator]
+        settings = {**trunk.config.to_dict(), "model_type": trunk.config.model_type}
         config = EnsembleRewardConfig(
             settings,
             index_dim=index_dim,
             prior_scale=prior_scale,
             pooling=pooling,
             freeze_backbone=freeze_backbone,
-            pad_token_id=trunk.config.pad_token_id,  # type: ignore[union-attr]
-            eos_token_id=trunk.config.eos_token_id,  # type: ignore[union-attr]
+            pad_token_id=trunk.config.pad_token_id,
+            eos_token_id=trunk.config.eos_token_id,
         )
         model = cls(config, backbone=trunk)
         model.head.draw_prior(seed)
@@ -147,9 +151,14 @@ class EnsembleRewardModel(PreTrainedModel):
         """Return the pooled features (batch, dim) in float32, with gradients unless the backbone is frozen."""
         if attention_mask is None:
             attention_mask = infer_mask(input_ids, self.config.pad_token_id, self.config.eos_token_id)
+        if self.training and self.config.freeze_backbone and self._has_adapters():
+            raise ParameterError("freeze_backbone", _OWNER, "be False to train adapters", True)
         frozen = torch.no_grad() if self.config.freeze_backbone else contextlib.nullcontext()
         with frozen:
             return pool(hidden_states(self.backbone, input_ids, attention_mask), attention_mask, self.config.pooling)
+
+    def _has_adapters(self) -> bool:
+        return any(p.requires_grad for name, p in self.backbone.named_parameters() if ".lora_" in name)
 
     def forward(
         self,

@@ -12,7 +12,8 @@ from torch import Tensor
 from ensemblepp import checkpoint
 from ensemblepp.errors import ParameterError, check_choice, check_int, check_real
 from ensemblepp.heads import IndexedOutput
-from ensemblepp.llm.features import tokenize, usable_length
+from ensemblepp.llm.features import FeatureExtractor
+from ensemblepp.llm.head import SamplerHead
 from ensemblepp.llm.reward_model import EnsembleRewardModel
 from ensemblepp.llm.texts import check_chat, join
 from ensemblepp.pairs import PAIRS, SINGLES, select_pair, select_response
@@ -21,7 +22,6 @@ from ensemblepp.seeding import Streams
 
 _OWNER = "ResponseSelector"
 _KIND = "response selector"
-_BATCH = 16
 
 Answers: TypeAlias = str | Sequence[str]
 
@@ -30,8 +30,9 @@ class ResponseSelector:
     """Thompson sampling over the responses of a language model.
 
     The backbone turns prompt and response into features once; a `PreferenceLearner` on them holds the posterior. All
-    responses of one prompt share an index, so equal responses score alike and a draw is joint. `learn` moves the head
-    alone and writes it back into the model, which can be saved and used as a reward model at any time.
+    responses of one prompt share an index, so equal responses score alike and a draw is joint. The last 1,024 texts are
+    remembered, so that `learn` after a choice takes no forward pass: it moves the head alone and writes it back into
+    the model, which can be saved and used as a reward model at any time.
 
     Every method takes one prompt with its responses, or a list of prompts with a list of responses each, of any
     lengths. A prompt is a string or a chat (a list of messages).
@@ -45,6 +46,8 @@ class ResponseSelector:
         exploration_scale: Multiplies posterior standard deviations in every rule. Raising it explores more.
         exact: Act on Laplace's exact posterior instead of the M members: d instead of M columns per response.
         max_length: Tokens kept per text, the last ones; None: what tokenizer and backbone can take.
+        batch_size: Texts per forward pass.
+        cache: A file that keeps features across processes; see `FeatureExtractor`.
         noise_scale: Standard deviation of scalar rewards given to `learn`.
         capacity: Answers kept; the oldest are forgotten.
         seed: Root of the random streams.
@@ -64,18 +67,28 @@ class ResponseSelector:
         exploration_scale: float = 1.0,
         exact: bool = False,
         max_length: int | None = None,
+        batch_size: int = 16,
+        cache: str | Path | None = None,
         noise_scale: float = 1.0,
         capacity: int = 10_000,
         seed: int = 0,
     ) -> None:
         if not isinstance(model, EnsembleRewardModel):
-            raise ParameterError("model", _OWNER, "be an EnsembleRewardModel", type(model).__name__)
+            remedy = "With adapters, pass model.get_base_model()." if hasattr(model, "get_base_model") else ""
+            raise ParameterError("model", _OWNER, "be an EnsembleRewardModel", type(model).__name__, remedy)
         self.model = model
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+        self.extractor = FeatureExtractor(
+            model.backbone,
+            self.tokenizer,
+            pooling=model.config.pooling,
+            batch_size=batch_size,
+            max_length=max_length,
+            cache=cache,
+        )
         self.acquisition = check_choice("acquisition", _OWNER, acquisition, PAIRS)
         self.exploration_scale = check_real("exploration_scale", _OWNER, exploration_scale, at_least=0.0)
         self.exact = bool(exact)
-        self._max_length = usable_length(self.tokenizer, model.backbone, max_length)
         self._streams = Streams(seed, "act")
         self.learner = self._build_learner(noise_scale, check_int("capacity", _OWNER, capacity), seed)
 
@@ -132,11 +145,17 @@ class ResponseSelector:
     def select_pair(self, prompt: Any, responses: Any) -> tuple[int, int] | list[tuple[int, int]]:
         """Return the positions of the two different responses to ask a judge about: one pair per prompt.
 
+        Two copies of one text are never a pair, unless there is nothing else.
+
         Raises:
             ParameterError: Fewer than two responses.
         """
         sets, single = self._gather(prompt, responses)
         output, mask = self._output(sets)
+        for row, group in zip(mask, sets, strict=True):
+            originals = [text not in group[:place] for place, text in enumerate(group)]
+            if sum(originals) > 1:
+                row[: len(group)] = torch.tensor(originals)
         first, second = select_pair(self.acquisition, output, mask, **self._options())
         pairs = list(zip(first.tolist(), second.tolist(), strict=True))
         return pairs[0] if single else pairs
@@ -179,9 +198,9 @@ class ResponseSelector:
         prompts = [prompt] if single else list(prompt)
         if chosen is not None and rejected is not None:
             texts = [self._texts(prompts, part, name) for part, name in ((chosen, "chosen"), (rejected, "rejected"))]
-            phi = self._features(texts[0] + texts[1]).split(len(prompts))
+            first, second = self._features(texts[0] + texts[1]).unsqueeze(0).chunk(2, dim=1)
             values = [self._numbers(v, len(prompts), n) for v, n in ((label, "label"), (margin, "margin"))]
-            self.learner.learn(phi[0].unsqueeze(0), phi[1].unsqueeze(0), *values)
+            self.learner.learn(first, second, *values)
         elif response is not None and reward is not None:
             phi_one = self._features(self._texts(prompts, response, "response")).unsqueeze(0)
             self.learner.learn_scalar(phi_one, self._numbers(reward, len(prompts), "reward"))
@@ -234,22 +253,9 @@ class ResponseSelector:
         members[mask] = scored.members[0]
         return IndexedOutput(mean, members), mask
 
-    @torch.no_grad()
     def _features(self, texts: list[str]) -> Tensor:
         """Return phi of every text, (texts, dim), whatever mode the model is in."""
-        device, was_training = self.model.head.mean.device, self.model.training
-        distinct = sorted(set(texts), key=len, reverse=True)
-        known: dict[str, Tensor] = {}
-        self.model.eval()
-        try:
-            for start in range(0, len(distinct), _BATCH):
-                batch = distinct[start : start + _BATCH]
-                ids, mask = tokenize(self.tokenizer, batch, self._max_length)
-                phi = self.model.head.phi(self.model.features(ids.to(device), mask.to(device)))
-                known |= dict(zip(batch, phi.cpu(), strict=True))
-        finally:
-            self.model.train(was_training)
-        return torch.stack([known[text] for text in texts])
+        return SamplerHead.phi(self.extractor(texts))
 
     def save(self, path: str | Path) -> None:
         """Write head, stored answers and random streams; the backbone is saved by `model.save_pretrained`."""
@@ -259,21 +265,29 @@ class ResponseSelector:
             "exact": self.exact,
             "noise_scale": self.learner.noise_scale,
             "capacity": self.learner.replay.capacity,
-            "max_length": self._max_length,
+            "max_length": self.extractor.max_length,
+            "batch_size": self.extractor.batch_size,
         }
         state = {"settings": settings, "learner": self.learner.state_dict(), "streams": self._streams.state_dict()}
         checkpoint.save(path, state, kind=_KIND)
 
     @classmethod
-    def load(cls, path: str | Path, model: EnsembleRewardModel, tokenizer: Any = None) -> ResponseSelector:
-        """Return the saved selector on `model`; its next choices are those of the uninterrupted one.
+    def load(
+        cls,
+        path: str | Path,
+        model: EnsembleRewardModel,
+        tokenizer: Any = None,
+        *,
+        cache: str | Path | None = None,
+    ) -> ResponseSelector:
+        """Return the saved selector on a model with the same backbone; its next choices are the uninterrupted one's.
 
         Raises:
             CheckpointError: The file is damaged or belongs to something else.
             ParameterError: The model has other sizes.
         """
         state = checkpoint.load(path, kind=_KIND)
-        selector = cls(model, tokenizer, **state["settings"])
+        selector = cls(model, tokenizer, cache=cache, **state["settings"])
         selector.learner.load_state_dict(state["learner"])
         selector._streams.load_state_dict(state["streams"])
         selector._write_head()

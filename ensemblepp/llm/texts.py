@@ -15,7 +15,7 @@ def join(tokenizer: Any, prompt: Prompt, response: str) -> str:
     """Return prompt and response as the one text that the backbone reads.
 
     A string prompt is continued as it stands; a chat goes through the chat template with the response as the
-    assistant's turn.
+    assistant's turn. A template that writes the beginning-of-text token leaves it to the tokenizer, which adds it once.
 
     Raises:
         ParameterError: A prompt or response of another type, or a chat for a tokenizer without a template.
@@ -34,7 +34,9 @@ def join(tokenizer: Any, prompt: Prompt, response: str) -> str:
             "Set tokenizer.chat_template or join the messages yourself.",
         )
     text: str = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
-    return text
+    begin, begin_id = tokenizer.bos_token, tokenizer.bos_token_id
+    adds_it = begin is not None and tokenizer("")["input_ids"][:1] == [begin_id]
+    return text.removeprefix(begin) if adds_it else text
 
 
 def check_chat(prompt: object) -> list[dict[str, str]]:
