@@ -1,0 +1,68 @@
+"""DeepSea: `python benchmarks/deep_sea/run.py` measures every cell of config.yaml that is not done yet."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import common
+from benchmarks.deep_sea import analysis
+from benchmarks.deep_sea.play import FOLDER, load_config, play
+
+
+def missing(config: dict[str, Any], cells: dict[str, Any], methods: list[str]) -> list[tuple[str, int]]:
+    """Return the (method, size) pairs that are not measured."""
+    return [
+        (method, size)
+        for method in methods
+        for size in config["methods"][method]["cells"]
+        if f"{method}/{size}" not in cells
+    ]
+
+
+def refresh(content: dict[str, Any], config: dict[str, Any], output: Path) -> None:
+    """Write verdicts and exponents into the result file, and beside the committed one README and plot."""
+    cells = content["cells"]
+    content["bars"] = analysis.judge(config, cells)
+    content["growth"] = analysis.growth(config, cells)
+    common.write_json(output, content)
+    if output.parent == FOLDER:
+        blocks = {
+            "table": analysis.table(config, cells),
+            "bars": analysis.bars_table(config, content["bars"]),
+            "growth": analysis.growth_table(config, content["growth"]),
+        }
+        common.fill_readme(FOLDER / "README.md", blocks)
+        analysis.plot(FOLDER / "deep_sea.png", config, cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    config = load_config()
+    parser.add_argument("--methods", nargs="+", choices=list(config["methods"]), default=list(config["methods"]))
+    parser.add_argument("--output", type=Path, default=FOLDER / "results.json")
+    parser.add_argument("--work", type=Path, help="folder for checkpoints, so that a killed cell continues")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, one thread each")
+    arguments = parser.parse_args()
+    content = common.read_json(arguments.output) or {"cells": {}}
+    content = common.provenance("deep_sea", config["seed"]) | {"cells": content["cells"]}
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        waiting = {}
+        for method, size in missing(config, content["cells"], arguments.methods):
+            work = None if arguments.work is None else arguments.work / f"{method}-{size}"
+            waiting[pool.submit(play, config, method, size, work)] = f"{method}/{size}"
+        for done in as_completed(waiting):
+            name = waiting[done]
+            content["cells"][name] = done.result()
+            print(f"{name}: {content['cells'][name]['episodes_to_solve']}", flush=True)
+            refresh(content, config, arguments.output)
+    refresh(content, config, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
