@@ -15,13 +15,15 @@ from benchmarks.deep_sea import analysis
 from benchmarks.deep_sea.play import FOLDER, load_config, play
 
 
-def missing(config: dict[str, Any], cells: dict[str, Any], methods: list[str]) -> list[tuple[str, int]]:
-    """Return the (method, size) pairs that are not measured."""
+def missing(
+    config: dict[str, Any], cells: dict[str, Any], methods: list[str], sizes: list[int] | None
+) -> list[tuple[str, int]]:
+    """Return the (method, size) pairs that are not measured, of the given sizes or of all."""
     return [
         (method, size)
         for method in methods
         for size in config["methods"][method]["cells"]
-        if f"{method}/{size}" not in cells
+        if f"{method}/{size}" not in cells and (sizes is None or size in sizes)
     ]
 
 
@@ -45,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     config = load_config()
     parser.add_argument("--methods", nargs="+", choices=list(config["methods"]), default=list(config["methods"]))
+    parser.add_argument("--sizes", nargs="+", type=int, help="only these N")
     parser.add_argument("--output", type=Path, default=FOLDER / "results.json")
     parser.add_argument("--work", type=Path, help="folder for checkpoints, so that a killed cell continues")
     parser.add_argument("--jobs", type=int, default=2, help="processes, one thread each")
@@ -53,7 +56,7 @@ def main() -> None:
     content = common.provenance("deep_sea", config["seed"]) | {"cells": content["cells"]}
     with ProcessPoolExecutor(arguments.jobs) as pool:
         waiting = {}
-        for method, size in missing(config, content["cells"], arguments.methods):
+        for method, size in missing(config, content["cells"], arguments.methods, arguments.sizes):
             work = None if arguments.work is None else arguments.work / f"{method}-{size}"
             waiting[pool.submit(play, config, method, size, work)] = f"{method}/{size}"
         for done in as_completed(waiting):
