@@ -24,6 +24,14 @@ def load_config(path: Path = FOLDER / "config.yaml") -> dict[str, Any]:
     return config
 
 
+def preset(name: str) -> dict[str, Any]:
+    """Return the options of a preset, as its YAML says."""
+    path = FOLDER.parents[1] / "configs" / "agent" / f"{name}.yaml"
+    options: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    del options["_target_"]
+    return options
+
+
 def overrides(config: dict[str, Any], method: str, size: int) -> list[str]:
     """Return the command line's overrides for one cell."""
     spec = config["methods"][method]
