@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import common
-from benchmarks.deep_sea import analysis, cost
+from benchmarks.deep_sea import analysis, cost, stuck
 from benchmarks.deep_sea.play import FOLDER, load_config, play, preset
 
 
@@ -42,6 +42,8 @@ def refresh(content: dict[str, Any], config: dict[str, Any], output: Path) -> No
         if "cost" in content:
             blocks["cost"] = cost.rate_table(content["cost"])
             blocks["profile"] = cost.profile_table(content["cost"])
+        if "stuck" in content:
+            blocks["stuck"] = stuck.table(content["stuck"])
         common.fill_readme(FOLDER / "README.md", blocks)
         analysis.plot(FOLDER / "deep_sea.png", config, cells)
 
@@ -54,14 +56,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=FOLDER / "results.json")
     parser.add_argument("--work", type=Path, help="folder for checkpoints, so that a killed cell continues")
     parser.add_argument("--cost", action="store_true", help="measure rates and the profile, and no cell")
+    parser.add_argument("--stuck", action="store_true", help="measure other initial weights, and no cell")
     parser.add_argument("--jobs", type=int, default=2, help="processes, one thread each")
     arguments = parser.parse_args()
     content = common.read_json(arguments.output) or {"cells": {}}
-    measured = {name: content[name] for name in ("cells", "cost") if name in content}
+    measured = {name: content[name] for name in ("cells", "cost", "stuck") if name in content}
     content = common.provenance("deep_sea", config["seed"]) | measured
     if arguments.cost:
         presets = {name: preset(name) for name in ("hyper_fqi", "hyper_fqi_optimistic")}
         content["cost"] = cost.measure(presets, config["seed"])
+    if arguments.stuck:
+        content["stuck"] = stuck.measure(config["stuck"], preset("hyper_fqi_optimistic"))
+    if arguments.cost or arguments.stuck:
         refresh(content, config, arguments.output)
         return
     with ProcessPoolExecutor(arguments.jobs) as pool:
