@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import common
 from benchmarks.preference import analysis
 from benchmarks.preference.play import play
-from benchmarks.preference.problem import FOLDER, backbone_folder, build_pool, read_features
+from benchmarks.preference.problem import FOLDER, Pool, backbone_folder, build_pool, read_features
 
 
 def load_config(path: Path = FOLDER / "config.yaml") -> dict[str, Any]:
@@ -56,19 +55,6 @@ def trials(config: dict[str, Any], prior_scale: float | None) -> dict[str, dict[
     }
 
 
-def measure(
-    config: dict[str, Any], pool: Any, todo: dict[str, dict[str, Any]], done: dict[str, Any], save: Any, jobs: int
-) -> None:
-    """Play every cell that is not done yet."""
-    with ProcessPoolExecutor(jobs) as executor:
-        missing = {name: options for name, options in todo.items() if name not in done}
-        waiting = {executor.submit(play, config, pool, **options): name for name, options in missing.items()}
-        for each in as_completed(waiting):
-            done[waiting[each]] = each.result()
-            print(f"{waiting[each]}: {done[waiting[each]]['cpu_ms_per_question']} ms per question", flush=True)
-            save()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     config = load_config()
@@ -91,21 +77,26 @@ def main() -> None:
             continue
         features, prompts = read_features(backbone, config["backbones"][backbone], arguments.cache)
         pool = build_pool(features, prompts, config["feature_dim"], config["split_seed"])
+
+        def measure(todo: dict[str, dict[str, Any]], done: dict[str, Any], pool: Pool = pool) -> None:
+            calls = {name: (play, (config, pool), options) for name, options in todo.items()}
+            common.measure(calls, done, save, arguments.jobs)
+
         content["pools"][backbone] = {
             "responses": len(pool.reward),
             "fitted_reward_scale": round(pool.fitted_scale, 4),
             "human_accuracy": round(pool.human_accuracy, 4),
         }
         if backbone == "minilm":
-            measure(config, pool, trials(config, None), content["trials"], save, arguments.jobs)
+            measure(trials(config, None), content["trials"])
             prior_scale = analysis.best_prior(config, content["trials"])
-            measure(config, pool, trials(config, prior_scale), content["trials"], save, arguments.jobs)
+            measure(trials(config, prior_scale), content["trials"])
             content["chosen"] = {"prior_scale": prior_scale, "rule": analysis.best_rule(config, content["trials"])}
         if "chosen" not in content:
             print("run minilm first: prior_scale and rule are chosen there", flush=True)
             continue
         todo = wanted(config, backbone, content["chosen"]["prior_scale"])
-        measure(config, pool, todo, content["cells"], save, arguments.jobs)
+        measure(todo, content["cells"])
     content["bars"] = analysis.judge(config, content)
     save()
     common.fill_readme(FOLDER / "README.md", analysis.blocks(config, content))
