@@ -52,8 +52,7 @@ def takes_positions(backbone: Any) -> bool:
 def counted_positions(backbone: nn.Module) -> nn.Embedding | None:
     """Return the position embedding of a backbone that counts real tokens by itself, from behind its padding index."""
     for name, module in backbone.named_modules():
-        learned = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
-        if learned and module.padding_idx is not None:
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
             return module
     return None
 
