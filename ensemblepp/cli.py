@@ -366,6 +366,10 @@ def build_problem(config: DictConfig) -> tuple[Any, Any]:
         "device": config.device,
         "dtype": _DTYPES[config.dtype],
     }
+    for name, kind, member in (("env", "problem", "observe"), ("agent", "agent", "update")):
+        if not hasattr(hydra.utils.get_object(config[name]._target_), member):
+            remedy = "`ensemblepp value` takes it."
+            raise ParameterError(name, "ensemblepp bandit", f"be a bandit {kind}", config[name]._target_, remedy)
     environment = hydra.utils.instantiate(config.env, **shared)
     agent = hydra.utils.instantiate(
         config.agent,
