@@ -310,8 +310,8 @@ class VectorGymValue(_GymProblem):
             now = self._tensor(self._env.reset(options={"reset_mask": ended})[0])
         self._ended = ended
         rewards = self._rewards(np.where(valid, reward, 0.0))
-        flags = [self._flags(np.array(each, dtype=np.bool_) & valid) for each in (terminated, truncated)]
-        return ValueStep(now, successor, rewards, *flags, valid=self._flags(valid))
+        over, cut = (self._flags(np.array(each, dtype=np.bool_) & valid) for each in (terminated, truncated))
+        return ValueStep(now, successor, rewards, over, cut, valid=self._flags(valid))
 
     def _final(self, observation: Tensor, ended: Any, info: Mapping[str, Any]) -> Tensor:
         """Return the true successors: `final_obs` where an episode ended."""

@@ -78,7 +78,7 @@ def _width(space: spaces.Space[Any]) -> int:
     raise ParameterError("observation_space", "a gymnasium adapter", rule, space)
 
 
-def _parts(space: spaces.Dict | spaces.Tuple) -> list[spaces.Space[Any]]:
+def _parts(space: spaces.Dict | spaces.Tuple[Any]) -> list[spaces.Space[Any]]:
     return list(space.spaces.values()) if isinstance(space, spaces.Dict) else list(space.spaces)
 
 

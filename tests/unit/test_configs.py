@@ -8,7 +8,15 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 
-from ensemblepp.cli import BanditConfig, ReportConfig, ValueConfig, build_problem, build_value_problem
+from ensemblepp.cli import (
+    BanditConfig,
+    ReportConfig,
+    SelectConfig,
+    ValueConfig,
+    build_duels,
+    build_problem,
+    build_value_problem,
+)
 from ensemblepp.errors import ParameterError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -31,6 +39,10 @@ def _has_states(env: str) -> bool:
     return "_target_" in content and hasattr(hydra.utils.get_object(content["_target_"]), "make_evaluation")
 
 
+def _offers_pairs(env: str) -> bool:
+    return _read("env", env).get("defaults") == ["duels"] or "PreferenceDuels" in str(_read("env", env)["env"])
+
+
 def _of_values(experiment: str) -> bool:
     defaults = _read("experiment", experiment).get("defaults", [])
     assert isinstance(defaults, list)
@@ -43,14 +55,16 @@ def _names(group: str) -> list[str]:
 
 BANDIT_AGENTS = [name for name in _names("agent") if not _learns_values(name)]
 VALUE_AGENTS = [name for name in _names("agent") if _learns_values(name)]
-BANDIT_ENVS = [name for name in _names("env") if not _has_states(name)]
+DUELS = [name for name in _names("env") if _offers_pairs(name)]
+BANDIT_ENVS = [name for name in _names("env") if not _has_states(name) and name not in DUELS]
 VALUE_ENVS = [name for name in _names("env") if _has_states(name)]
 
 
 def _build(*overrides: str, command: str = "bandit") -> None:
     ConfigStore.instance().store(name="bandit_schema", node=BanditConfig)
     ConfigStore.instance().store(name="value_schema", node=ValueConfig)
-    build = {"bandit": build_problem, "value": build_value_problem}[command]
+    ConfigStore.instance().store(name="select_schema", node=SelectConfig)
+    build = {"bandit": build_problem, "value": build_value_problem, "select": build_duels}[command]
     with initialize_config_module("ensemblepp.configs", version_base="1.3"):
         build(compose(command, [*overrides, "num_replicas=2"]))
 
@@ -67,6 +81,11 @@ def test_every_environment_builds(env: str, request: pytest.FixtureRequest) -> N
     if env in DATA:
         overrides.append(f"env.data_dir={request.getfixturevalue('data_dir')}")
     _build(*overrides)
+
+
+@pytest.mark.parametrize("env", DUELS)
+def test_all_duels_build(env: str) -> None:
+    _build(f"env={env}", command="select")
 
 
 @pytest.mark.parametrize("experiment", [name for name in _names("experiment") if not _of_values(name)])
