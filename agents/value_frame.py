@@ -301,19 +301,19 @@ class ValueLearner:
             raise ParameterError(name, self._owner, f"have dtype {self.observation_dtype}", observation.dtype)
 
     def _check_transition(self, transition: ValueTransition) -> None:
-        lead, valid = (self.num_replicas,), transition.valid
+        owner, lead, valid = f"{self._owner} at step {self.num_steps + 1}", (self.num_replicas,), transition.valid
         for name in ("action", "reward", "terminated", "truncated", "valid"):
-            check_shape(name, self._owner, getattr(transition, name), "replicas", lead)
+            check_shape(name, owner, getattr(transition, name), "replicas", lead)
         for name in ("observation", "next_observation"):
             values = getattr(transition, name)
             self._check_observation(name, values, lead)
             if values.is_floating_point():
-                check_finite(name, self._owner, values)
+                check_finite(name, owner, values)
             elif self.num_states is not None:
-                check_all(name, self._owner, f"be in [0, {self.num_states})", _within(values, self.num_states), values)
-        check_all("reward", self._owner, "be finite", torch.isfinite(transition.reward) | ~valid, transition.reward)
+                check_all(name, owner, f"be in [0, {self.num_states})", _within(values, self.num_states), values)
+        check_all("reward", owner, "be finite", torch.isfinite(transition.reward) | ~valid, transition.reward)
         action = transition.action
-        check_all("action", self._owner, f"be in [0, {self.num_actions})", _within(action, self.num_actions), action)
+        check_all("action", owner, f"be in [0, {self.num_actions})", _within(action, self.num_actions), action)
 
     def state_dict(self) -> StateDict:
         return {

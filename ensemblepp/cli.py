@@ -296,8 +296,8 @@ def _run_bandit(config: DictConfig) -> None:
 
 def _run_value(config: DictConfig) -> None:
     if config.resume is None:
+        build_value_problem(config)  # before a folder is made: a bad value leaves nothing behind
         identity, labels, path = _identify(config)
-        build_value_problem(config)
         folder = _open_folder(config, identity, labels, path)
     else:
         folder = _open_resumed(config)

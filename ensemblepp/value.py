@@ -45,13 +45,13 @@ def build_problem(config: DictConfig) -> tuple[Any, Any]:
     Raises:
         ParameterError: A value that breaks a rule, or an agent or environment of another command.
     """
-    check_choice("dtype", "ensemblepp value", config.dtype, _DTYPES)
-    shared = {"num_replicas": config.num_replicas, "seed": config.seed, "device": config.device}
     rules = (("env", "make_evaluation", "be a problem with states"), ("agent", "act_evaluation", "learn action values"))
     for name, member, rule in rules:
         if not hasattr(hydra.utils.get_object(config[name]._target_), member):
             remedy = "`ensemblepp bandit` takes it."
             raise ParameterError(name, "ensemblepp value", rule, config[name]._target_, remedy)
+    check_choice("dtype", "ensemblepp value", config.dtype, _DTYPES)
+    shared = {"num_replicas": config.num_replicas, "seed": config.seed, "device": config.device}
     environment = hydra.utils.instantiate(config.env, **shared)
     agent: Any = hydra.utils.instantiate(
         config.agent,

@@ -96,7 +96,7 @@ def test_a_finished_run_is_skipped_and_its_agent_evaluates_in_three_lines(tmp_pa
     [
         (["resume=nowhere"], "nowhere"),
         (["resume=nowhere", "env.size=5"], "env.size of ensemblepp value must be left out with resume"),
-        (["agent=lin_ucb", "+model.noise_scale=1"], "agent of ensemblepp value must learn action values"),
+        (["agent=lin_ucb"], "agent of ensemblepp value must learn action values"),
         (["agent.index_dim=0"], "index_dim of HyperFQI must be an int >= 1; got 0"),
         (["evaluation.unit=days"], "unit of Evaluation must be one of"),
     ],
