@@ -48,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         answers.append(tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
-    # Features of answers to one prompt are a third of a unit apart: 10 times that are about 3 logits.
-    reward_model = EnsembleRewardModel.from_backbone(language_model, pooling="mean", prior_scale=10.0)
+    reward_model = EnsembleRewardModel.from_backbone(language_model, pooling="mean")
     selector = ResponseSelector(reward_model, tokenizer, acquisition="infomax", seed=options.seed)
     judge = RuleJudge(brevity)
     for turn in range(options.rounds):

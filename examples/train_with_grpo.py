@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     # The reward model has a backbone of its own: the policy's weights move, and features must not move with them.
-    reward_model = EnsembleRewardModel.from_backbone(options.model, pooling="mean", prior_scale=10.0)
+    reward_model = EnsembleRewardModel.from_backbone(options.model, pooling="mean")
     selector = ResponseSelector(reward_model, tokenizer, acquisition="double_thompson", seed=options.seed)
     reward = EnsembleReward(selector, sample=True, judge=BradleyTerryJudge(variety, seed=options.seed))
     with tempfile.TemporaryDirectory() as folder:

@@ -62,7 +62,9 @@ def make_backbone(*, causal: bool = False, pad_token_id: int = 2, seed: int = 0)
 
 def make_model(**options) -> EnsembleRewardModel:
     """Return a reward model on the tiny backbone."""
-    return EnsembleRewardModel.from_backbone(make_backbone(), **{"index_dim": 6, "seed": 1, **options}).eval()
+    return EnsembleRewardModel.from_backbone(
+        make_backbone(), **{"index_dim": 6, "prior_scale": 1.0, "seed": 1, **options}
+    ).eval()
 
 
 def encode(texts: list[str], side: str = "right", tokenizer=None):

@@ -31,7 +31,7 @@ class EnsembleRewardConfig(PreTrainedConfig):
         self,
         backbone: dict[str, Any] | None = None,
         index_dim: int = 16,
-        prior_scale: float = 1.0,
+        prior_scale: float = 10.0,
         pooling: str = "last",
         freeze_backbone: bool = True,
         **options: Any,
@@ -101,7 +101,7 @@ class EnsembleRewardModel(PreTrainedModel):
         backbone: str | Path | nn.Module,
         *,
         index_dim: int = 16,
-        prior_scale: float = 1.0,
+        prior_scale: float = 10.0,
         pooling: str = "last",
         freeze_backbone: bool = True,
         seed: int = 0,
@@ -113,7 +113,8 @@ class EnsembleRewardModel(PreTrainedModel):
             backbone: Folder or hub name, or a transformers model; a model is used, not copied, and a causal language
                 model gives its trunk.
             index_dim: M.
-            prior_scale: See `SamplerHead`.
+            prior_scale: Prior standard deviation of the reward at features of norm 1. Responses to one prompt are a few
+                tenths apart, so 10 allows differences of a few logits. Raising it explores more.
             pooling: "last" for decoders, "mean" for sentence encoders.
             freeze_backbone: Compute features without gradients. The backbone's parameters themselves are left as they
                 are; pass False to train it, whole or through LoRA.

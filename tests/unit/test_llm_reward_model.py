@@ -136,14 +136,14 @@ def test_half_precision_backbones_have_a_head_in_float32(dtype):
 
 
 def test_a_causal_model_gives_its_trunk():
-    model = EnsembleRewardModel.from_backbone(make_backbone(causal=True), index_dim=6, seed=1)
+    model = EnsembleRewardModel.from_backbone(make_backbone(causal=True), index_dim=6, prior_scale=1.0, seed=1)
     torch.testing.assert_close(model(*encode(RESPONSES)).members, make_model()(*encode(RESPONSES)).members)
 
 
 def test_the_last_real_token_is_pooled_where_the_pad_token_ends_texts():
     tokenizer = make_tokenizer(pad_is_eos=True)
     backbone = make_backbone(pad_token_id=1)
-    model = trained(EnsembleRewardModel.from_backbone(backbone, index_dim=6, seed=1))
+    model = trained(EnsembleRewardModel.from_backbone(backbone, index_dim=6, prior_scale=1.0, seed=1))
     for side in ("left", "right"):
         ids, mask = encode(RESPONSES, side, tokenizer)
         alone = torch.cat([model(*encode([text])).logits for text in RESPONSES])
