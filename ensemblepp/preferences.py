@@ -218,7 +218,7 @@ class PreferenceLearner:
             check_finite("perturbation", self._owner, perturbation)
         largest = torch.finfo(self.dtype).max ** 0.25
         sizes = torch.linalg.vector_norm(x, dim=-1).maximum(target.abs()).maximum(margin.abs())
-        check_all("features", self._owner, "be far from overflow", sizes <= largest, sizes)
+        check_all("features and rewards", self._owner, "be far from overflow", sizes <= largest, sizes)
         if not x.shape[1]:
             return
         z = self._perturbations(x.shape[1], "perturb") if perturbation is None else perturbation.to(self.mean)

@@ -166,10 +166,10 @@ class ResponseSelector:
         chosen: Answers | None = None,
         rejected: Answers | None = None,
         *,
-        label: float | Sequence[float] = 1.0,
-        margin: float | Sequence[float] = 0.0,
+        label: float | Sequence[float] | Tensor = 1.0,
+        margin: float | Sequence[float] | Tensor = 0.0,
         response: Answers | None = None,
-        reward: float | Sequence[float] | None = None,
+        reward: float | Sequence[float] | Tensor | None = None,
     ) -> None:
         """Learn from judged pairs, or from scalar rewards; either one or a list of each.
 
@@ -213,7 +213,8 @@ class ResponseSelector:
         return [join(self.tokenizer, prompt, each) for prompt, each in zip(prompts, parts, strict=True)]
 
     @staticmethod
-    def _numbers(value: float | Sequence[float], count: int, name: str) -> Tensor:
+    def _numbers(value: float | Sequence[float] | Tensor, count: int, name: str) -> Tensor:
+        value = value.tolist() if hasattr(value, "tolist") else value  # tensors and arrays
         values = [value] * count if isinstance(value, (int, float)) else list(value)
         if len(values) != count:
             raise ParameterError(name, f"{_OWNER}.learn", f"have one entry per prompt ({count})", len(values))

@@ -157,6 +157,14 @@ def test_saved_and_continued_equals_uninterrupted(tmp_path):
         ResponseSelector.load(tmp_path / "selector.ckpt", other, make_tokenizer())
 
 
+def test_labels_may_be_tensors():
+    plain, tensor = selector(), selector()
+    answers = {"chosen": RESPONSES[:2], "rejected": RESPONSES[2:]}
+    plain.learn([PROMPT, "yes "], **answers, label=[1.0, 0.25])
+    tensor.learn([PROMPT, "yes "], **answers, label=torch.tensor([1.0, 0.25]))
+    assert torch.equal(plain.learner.mean, tensor.learner.mean)
+
+
 def test_a_trained_head_is_where_learning_starts():
     model = make_model()
     with torch.no_grad():

@@ -231,7 +231,7 @@ REFUSED = {
     "label of PreferenceLearner must have shape": lambda a, x: a.learn(x, -x, torch.ones(R, 1)),
     "margin of PreferenceLearner must be a finite number; got nan": lambda a, x: a.learn(x, -x, 1.0, math.nan),
     "perturbation of PreferenceLearner must have shape": lambda a, x: a.learn(x, -x, perturbation=x[..., :1]),
-    "features of PreferenceLearner must be far from overflow": lambda a, x: a.learn(1e100 * x, -x),
+    "features and rewards of PreferenceLearner must be far from overflow": lambda a, x: a.learn(1e100 * x, -x),
     "reward of PreferenceLearner must be finite; got nan": lambda a, x: a.learn_scalar(x, x[..., 0] * math.nan),
 }
 
