@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +55,17 @@ def main() -> None:
     content = common.read_json(arguments.output) or {"cells": {}}
     content = common.provenance("neural", config["seed"]) | {"cells": content["cells"]}
     trials = common.read_json(FOLDER / "tuning.json")["trials"]
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        waiting = {}
-        for method, game in missing(config, content["cells"], arguments.games, arguments.methods):
-            spec = config["methods"][method]
-            sizes = {
-                "num_replicas": arguments.num_replicas or spec.get("num_replicas", config["num_replicas"]),
-                "seed": config["seed"],
-                "horizon": config["games"][game]["horizon"],
-            }
-            chosen = best(trials[method]) if spec["grid"] else {}
-            waiting[pool.submit(play, config, method, game, chosen, **sizes)] = f"{game}/{method}"
-        for done in as_completed(waiting):
-            name = waiting[done]
-            content["cells"][name] = done.result()
-            print(f"{name}: {content['cells'][name]['cpu_ms_per_learner_step']} ms per learner-step", flush=True)
-            common.write_json(arguments.output, content)
+    cells = {}
+    for method, game in missing(config, content["cells"], arguments.games, arguments.methods):
+        spec = config["methods"][method]
+        sizes = {
+            "num_replicas": arguments.num_replicas or spec.get("num_replicas", config["num_replicas"]),
+            "seed": config["seed"],
+            "horizon": config["games"][game]["horizon"],
+        }
+        chosen = best(trials[method]) if spec["grid"] else {}
+        cells[f"{game}/{method}"] = (play, (config, method, game, chosen), sizes)
+    common.measure(cells, content["cells"], lambda: common.write_json(arguments.output, content), arguments.jobs)
     refresh(content, config, arguments.output)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +62,18 @@ def main() -> None:
     stamp = common.provenance("real_data", config["seed"], ["vowpalwabbit", "scikit-learn"])
     content = stamp | {"cells": content["cells"]}
     trials = common.read_json(FOLDER / "tuning.json")["trials"]
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        waiting = {}
-        for method, game in missing(config, content["cells"], arguments.games, arguments.methods):
-            spec = config["methods"][method]
-            sizes = {
-                "num_shuffles": arguments.num_shuffles or spec.get("num_shuffles", config["num_shuffles"]),
-                "seed": config["seed"],
-                "horizon": arguments.horizon or config["horizon"],
-            }
-            searched = spec.get("greedy_of", method if spec["grid"] else None)
-            chosen = best(trials[searched]) if searched else {}
-            waiting[pool.submit(play, config, method, game, chosen, **sizes)] = f"{game}/{method}"
-        for done in as_completed(waiting):
-            name = waiting[done]
-            content["cells"][name] = done.result()
-            print(f"{name}: {content['cells'][name]['cpu_ms_per_learner_step']} ms per learner-step", flush=True)
-            common.write_json(arguments.output, content)
+    cells = {}
+    for method, game in missing(config, content["cells"], arguments.games, arguments.methods):
+        spec = config["methods"][method]
+        sizes = {
+            "num_shuffles": arguments.num_shuffles or spec.get("num_shuffles", config["num_shuffles"]),
+            "seed": config["seed"],
+            "horizon": arguments.horizon or config["horizon"],
+        }
+        searched = spec.get("greedy_of", method if spec["grid"] else None)
+        chosen = best(trials[searched]) if searched else {}
+        cells[f"{game}/{method}"] = (play, (config, method, game, chosen), sizes)
+    common.measure(cells, content["cells"], lambda: common.write_json(arguments.output, content), arguments.jobs)
     refresh(content, config, arguments.output)
 
 
