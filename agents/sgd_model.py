@@ -64,14 +64,18 @@ class Optimiser(Steps):
         network: Has `blocks`, each with `flat` and its gradient.
         learning_rate: Adam's step size. Raising it learns faster and less stably.
         weight_decay: lambda.
+        epsilon: Adam's epsilon. Raising it shortens the steps of parameters with small gradients.
 
     Raises:
         ParameterError: A value that breaks a rule, by name.
     """
 
-    def __init__(self, network: Any, *, owner: str, learning_rate: float, weight_decay: float) -> None:
+    def __init__(
+        self, network: Any, *, owner: str, learning_rate: float, weight_decay: float, epsilon: float = 1e-8
+    ) -> None:
         super().__init__(network, owner=owner, learning_rate=learning_rate, weight_decay=weight_decay)
-        self._adam = torch.optim.Adam([block.flat for block in self._blocks], lr=self._rate, fused=True)
+        blocks = [block.flat for block in self._blocks]
+        self._adam = torch.optim.Adam(blocks, lr=self._rate, eps=epsilon, fused=True)
         for block in self._blocks:  # as Adam itself would before its first step, so that a state is always whole
             zeros = {name: torch.zeros_like(block.flat) for name in _MOMENTS}
             self._adam.state[block.flat] = {"step": torch.zeros((), device=block.flat.device), **zeros}

@@ -9,7 +9,8 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,25 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
+
+
+def measure(
+    todo: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]],
+    done: dict[str, Any],
+    save: Callable[[], None],
+    jobs: int,
+) -> None:
+    """Call what is not done yet, (function, arguments, keywords) by name, in processes; save after every result."""
+    with ProcessPoolExecutor(jobs) as executor:
+        waiting = {
+            executor.submit(function, *arguments, **keywords): name
+            for name, (function, arguments, keywords) in todo.items()
+            if name not in done
+        }
+        for each in as_completed(waiting):
+            done[waiting[each]] = each.result()
+            print(f"{waiting[each]} is done", flush=True)
+            save()
 
 
 def make_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `ensemblepp bandit` runs experiments, `ensemblepp report` turns run folders into pages."""
+"""The command line: `bandit` and `value` run experiments, `report` turns run folders into pages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 import ensemblepp
 from ensemblepp.diagnostics import PosteriorDiagnostics
-from ensemblepp.errors import CheckpointError, ParameterError, check_choice, check_int
+from ensemblepp.duel_runs import DuelEnvironment, run_duels
+from ensemblepp.errors import CheckpointError, DivergenceError, ParameterError, check_choice, check_int
 from ensemblepp.linear import LinearPosterior
+from ensemblepp.preferences import PreferenceLearner
 from ensemblepp.report import build_report
 from ensemblepp.runs import LearningStopped, run_bandit
 from ensemblepp.store import RunFolder, RunFolderError
+from ensemblepp.value import build_problem as build_value_problem
+from ensemblepp.value import run_folder
 
 USAGE = """ensemblepp: Thompson-sampling exploration with Ensemble++
 
@@ -33,6 +37,8 @@ usage: ensemblepp COMMAND [options]
 
 commands:
   bandit    run agents on bandit problems      ensemblepp bandit env=digits agent=linear_ensemble_pp
+  value     run agents that learn values       ensemblepp value env=deep_sea agent=hyper_fqi
+  select    learn which response is preferred  ensemblepp select env=duels acquisition=infomax
   report    compare finished runs              ensemblepp report runs/
 
 `ensemblepp COMMAND --help` explains a command and lists its options.
@@ -41,7 +47,7 @@ commands:
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 # Keys that say where and how a run is carried out; every other key is part of what the run is.
-_CONDUCT = ("output_dir", "checkpoint_period", "tensorboard", "progress", "overwrite")
+_CONDUCT = ("output_dir", "checkpoint_period", "tensorboard", "progress", "overwrite", "resume")
 
 Result = TypeVar("Result")
 
@@ -76,6 +82,61 @@ class BanditConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """When `ensemblepp value` evaluates; see `ensemblepp.value_evaluation.Evaluation`. period null: never."""
+
+    period: int | None = None
+    unit: str = "episodes"
+    episodes: int = 100
+    copies: int | None = None
+    solve_return: float | None = None
+    stop_when_solved: bool = False
+
+
+@dataclass
+class ValueConfig:
+    """Run-level options of `ensemblepp value`; agents and environments take theirs from their constructors."""
+
+    agent: Any = MISSING
+    env: Any = MISSING
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    seed: int = 0
+    num_replicas: int = 8
+    horizon: int = 20_000
+    device: str = "cpu"
+    dtype: str = "float32"
+    log_period: int = 500
+    output_dir: str = "runs/value"
+    checkpoint_period: int = 5000
+    tensorboard: bool = True
+    progress: bool = True
+    overwrite: bool = False
+    resume: str | None = None
+
+
+@dataclass
+class SelectConfig:
+    """Run-level options of `ensemblepp select`; learner and environment take theirs from their constructors."""
+
+    env: Any = MISSING
+    learner: Any = MISSING
+    acquisition: str = "double_thompson"
+    exploration_scale: float = 1.0
+    exact: bool = False
+    seed: int = 0
+    num_replicas: int = 16
+    horizon: int = 500
+    eval_period: int = 10
+    device: str = "cpu"
+    dtype: str = "float32"
+    output_dir: str = "runs/select"
+    checkpoint_period: int = 500
+    tensorboard: bool = True
+    progress: bool = True
+    overwrite: bool = False
+
+
+@dataclass
 class ReportConfig:
     """Options of `ensemblepp report`."""
 
@@ -101,7 +162,7 @@ def main() -> None:
     if arguments[:1] == ["--version"]:
         print(ensemblepp.__version__)
         return
-    commands: dict[str, Callable[[], None]] = {"bandit": _bandit, "report": _report}
+    commands: dict[str, Callable[[], None]] = {"bandit": _bandit, "report": _report, "select": _select, "value": _value}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return
@@ -113,6 +174,8 @@ def main() -> None:
         rest = _name_paths(rest)
     store = ConfigStore.instance()
     store.store(name="bandit_schema", node=BanditConfig)
+    store.store(name="value_schema", node=ValueConfig)
+    store.store(name="select_schema", node=SelectConfig)
     store.store(name="report_schema", node=ReportConfig)
     sys.argv = [f"{sys.argv[0]} {name}", *rest]
     commands[name]()
@@ -142,6 +205,16 @@ def _bandit(config: DictConfig) -> None:
     _tell_errors(lambda: _run_bandit(config))
 
 
+@hydra.main(version_base="1.3", config_path="pkg://ensemblepp.configs", config_name="value")
+def _value(config: DictConfig) -> None:
+    _tell_errors(lambda: _run_value(config))
+
+
+@hydra.main(version_base="1.3", config_path="pkg://ensemblepp.configs", config_name="select")
+def _select(config: DictConfig) -> None:
+    _tell_errors(lambda: _run_select(config))
+
+
 @hydra.main(version_base="1.3", config_path="pkg://ensemblepp.configs", config_name="report")
 def _report(config: DictConfig) -> None:
     def build() -> None:
@@ -157,34 +230,47 @@ def _tell_errors(action: Callable[[], Result]) -> Result:
         return action()
     except InstantiationException as error:
         raise CompactHydraException(str(error.__cause__ or error)) from None
-    except (ParameterError, CheckpointError, RunFolderError, FileNotFoundError, ImportError) as error:
+    except (ParameterError, CheckpointError, DivergenceError, RunFolderError, FileNotFoundError, ImportError) as error:
         raise CompactHydraException(str(error)) from None
 
 
-def _run_bandit(config: DictConfig) -> None:
+def _identify(config: DictConfig) -> tuple[dict[str, Any], dict[str, str], Path]:
+    """Return what a run is, the labels of its agent and environment, and the folder that its configuration names."""
     choices = HydraConfig.get().runtime.choices
     identity = OmegaConf.to_container(config, resolve=True)
     assert isinstance(identity, dict)
     for key in _CONDUCT:
-        identity.pop(key)
-    agent_label, environment_label = str(choices["agent"]), str(choices["env"])
+        identity.pop(key, None)
+    labels = {"agent": str(choices.get("agent") or config.acquisition), "environment": str(choices["env"])}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-    path = Path(config.output_dir) / f"{environment_label}-{agent_label}-{digest}"
+    path = Path(config.output_dir) / f"{labels['environment']}-{labels['agent']}-{digest}"
     if config.overwrite and path.exists():
         shutil.rmtree(path)
-    environment, agent = build_problem(config)
-    diagnostics = build_diagnostics(config, environment, agent)
+    return {str(key): value for key, value in identity.items()}, labels, path
+
+
+def _open_folder(config: DictConfig, identity: dict[str, Any], labels: dict[str, str], path: Path) -> RunFolder:
+    """Return the run's folder, new or as it was left, and say which it is."""
+    kind = HydraConfig.get().job.name
     folder = RunFolder.create(
         path,
-        {str(key): value for key, value in identity.items()},
-        agent=agent_label,
-        environment=environment_label,
+        identity,
+        **labels,
         seed=config.seed,
         num_replicas=config.num_replicas,
         horizon=config.horizon,
-        command="ensemblepp bandit " + " ".join(sys.argv[1:]),
+        kind=kind,
+        command=f"ensemblepp {kind} " + " ".join(sys.argv[1:]),
     )
-    print(f"{environment_label} / {agent_label} -> {os.path.relpath(path)}")
+    print(f"{labels['environment']} / {labels['agent']} -> {os.path.relpath(path)}")
+    return folder
+
+
+def _run_bandit(config: DictConfig) -> None:
+    identity, labels, path = _identify(config)
+    environment, agent = build_problem(config)
+    diagnostics = build_diagnostics(config, environment, agent)
+    folder = _open_folder(config, identity, labels, path)
     if folder.status == "finished":
         print("  already finished; overwrite=true runs it again")
         _tell_stopped(folder)
@@ -206,6 +292,55 @@ def _run_bandit(config: DictConfig) -> None:
         return
     print(f"  regret after {runs.horizon} steps: {runs.summary()['regret/cumulative']}")
     _tell_stopped(folder)
+
+
+def _run_value(config: DictConfig) -> None:
+    if config.resume is None:
+        identity, labels, path = _identify(config)
+        build_value_problem(config)
+        folder = _open_folder(config, identity, labels, path)
+    else:
+        folder = _open_resumed(config)
+    if folder.status == "finished":
+        print("  already finished; overwrite=true runs it again")
+        return
+    conduct = {key: config[key] for key in ("checkpoint_period", "tensorboard", "progress")}
+    runs = run_folder(folder, OmegaConf.create(folder.config), conduct)
+    for name, interval in runs.summary().items():
+        print(f"  {name} after {runs.num_steps} steps: {interval}")
+    if runs.solve_return is not None:
+        solved = [episodes for episodes in runs.episodes_to_solve if episodes is not None]
+        print(f"  solved: {len(solved)} of {len(runs.episodes_to_solve)} learners, after {sorted(solved)} episodes")
+
+
+def _run_select(config: DictConfig) -> None:
+    identity, labels, path = _identify(config)
+    learner, environment = build_duels(config)
+    folder = _open_folder(config, identity, labels, path)
+    if folder.status == "finished":
+        print("  already finished; overwrite=true runs it again")
+        return
+    folder.resume()
+    names = ("acquisition", "exploration_scale", "exact", "eval_period", "seed")
+    conduct = ("checkpoint_period", "tensorboard", "progress")
+    options = {name: config[name] for name in (*names, *conduct)}
+    runs = run_duels(learner, environment, config.horizon, folder=folder, **options)
+    for name, interval in runs.summary().items():
+        print(f"  {name} after {config.horizon} questions: {interval}")
+
+
+def _open_resumed(config: DictConfig) -> RunFolder:
+    """Return the run folder that `resume` names; what the run is stays as the folder says."""
+    for override in HydraConfig.get().overrides.task:
+        key = override.split("=")[0].lstrip("+~")
+        if key not in (*_CONDUCT, "resume"):
+            rule = f"be left out with resume, or be one of {', '.join(_CONDUCT)}"
+            raise ParameterError(key, "ensemblepp value", rule, override, "The run keeps its own configuration.")
+    folder = RunFolder.open(config.resume)
+    if folder.manifest.kind != "value":
+        raise ParameterError("resume", "ensemblepp value", "name a value run", f"one of kind {folder.manifest.kind!r}")
+    print(f"{folder.manifest.environment} / {folder.manifest.agent} -> {os.path.relpath(folder.path)}")
+    return folder
 
 
 def _tell_stopped(folder: RunFolder, reason: str | None = None) -> None:
@@ -240,6 +375,25 @@ def build_problem(config: DictConfig) -> tuple[Any, Any]:
     )
     agent.check_environment(environment)
     return environment, agent
+
+
+def build_duels(config: DictConfig) -> tuple[PreferenceLearner, Any]:
+    """Build the learner and the duels that a selection names, and check that the duels are some."""
+    check_choice("dtype", "ensemblepp select", config.dtype, _DTYPES)
+    for name in ("horizon", "eval_period", "checkpoint_period"):
+        check_int(name, "ensemblepp select", config[name])
+    shared: dict[str, Any] = {
+        "num_replicas": config.num_replicas,
+        "seed": config.seed,
+        "device": config.device,
+        "dtype": _DTYPES[config.dtype],
+    }
+    environment = hydra.utils.instantiate(config.env, **shared)
+    if not isinstance(environment, DuelEnvironment):
+        rule = "be a problem of duels, such as duels or duels_fixed"
+        raise ParameterError("env", "ensemblepp select", rule, config.env._target_)
+    learner = hydra.utils.instantiate(config.learner, feature_dim=environment.feature_dim, **shared)
+    return learner, environment
 
 
 def build_diagnostics(config: DictConfig, environment: Any, agent: Any) -> PosteriorDiagnostics | None:

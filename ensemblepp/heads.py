@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import check_choice, check_int, check_real
-from ensemblepp.networks import MLP, ParameterBlock
+from ensemblepp.networks import MLP, ParameterBlock, StateMLP
 from ensemblepp.types import StateDict
 
 
@@ -38,16 +38,23 @@ class IndexedOutput:
 
     def select(self, out: Int[Tensor, "*lead"]) -> IndexedOutput:
         """Return one output of each input, as (*lead, 1) and (*lead, 1, index_dim)."""
-        place = out.unsqueeze(-1)
         return IndexedOutput(
-            torch.take_along_dim(self.mean, place, dim=-1),
-            torch.take_along_dim(self.members, place.unsqueeze(-1), dim=-2),
+            torch.take_along_dim(self.mean, out.unsqueeze(-1), dim=-1), select_members(self.members, out)
         )
 
     def standard_deviation(self) -> Float[Tensor, "*lead out"]:
         """Return sqrt(sum_m member_m^2), the sd over a reference index with E[zeta zeta^T] = I."""
         spread: Tensor = torch.linalg.vector_norm(self.members, dim=-1)
         return spread
+
+
+def select_members(
+    members: Float[Tensor, "*lead out index_dim"], out: Int[Tensor, "*lead"]
+) -> Float[Tensor, "*lead one index_dim"]:
+    """Return the members, or prior functions, of one output of each input."""
+    rows = torch.arange(out.numel(), device=out.device).mul_(members.shape[-2]).add_(out.flatten())
+    chosen = members.reshape(-1, members.shape[-1]).index_select(0, rows)
+    return chosen.view(*out.shape, 1, members.shape[-1])
 
 
 class EnsembleNetwork:
@@ -73,7 +80,12 @@ class EnsembleNetwork:
         prior: "frozen", "features" or "none".
         posterior_scale: alpha. Raising it lets the members learn faster.
         stop_gradient: True keeps the members' gradient out of the torso.
+        unit_prior: True divides the M prior functions' values by their norm, at every input and output: the prior's
+            standard deviation over a reference index is then prior_scale everywhere. The rows of the linear model's
+            ensemble factor start with unit norm alike. Without it the spread differs from input to input, and where it
+            happens to be small there is nothing to explore with.
         layer_norm: See `MLP`.
+        torso: Class of the torso, `MLP` or what has its interface.
         generator: Source of the initial weights.
         dtype: Of weights and inputs.
 
@@ -94,7 +106,9 @@ class EnsembleNetwork:
         prior: str = "frozen",
         posterior_scale: float = 1.0,
         stop_gradient: bool = True,
+        unit_prior: bool = False,
         layer_norm: bool = False,
+        torso: Callable[..., MLP] = MLP,
         generator: torch.Generator,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -103,12 +117,12 @@ class EnsembleNetwork:
         self.num_outputs = check_int("num_outputs", owner, num_outputs)
         self.num_replicas = num_replicas
         self.posterior_scale = check_real("posterior_scale", owner, posterior_scale, above=0.0)
-        self.stop_gradient = bool(stop_gradient)
+        self.stop_gradient, self.unit_prior = bool(stop_gradient), bool(unit_prior)
         check_choice("prior", owner, prior, ("frozen", "features", "none"))
         self.prior_kind = prior if index_dim else "none"
 
-        def torso() -> MLP:
-            return MLP(
+        def build_torso() -> MLP:
+            return torso(
                 in_dim,
                 hidden_dims,
                 num_replicas=num_replicas,
@@ -117,7 +131,7 @@ class EnsembleNetwork:
                 dtype=dtype,
             )
 
-        self.torso = torso()
+        self.torso = build_torso()
         width, columns = self.torso.out_dim, 1 + index_dim
         size = num_outputs * columns
         self.head = ParameterBlock(
@@ -128,7 +142,7 @@ class EnsembleNetwork:
         bound = 1 / math.sqrt(width)
         for name in ("weight", "bias"):
             self.head[name][:, ::columns].uniform_(-bound, bound, generator=generator)
-        self.prior_torso = torso() if self.prior_kind == "frozen" else None
+        self.prior_torso = build_torso() if self.prior_kind == "frozen" else None
         self.prior_weight = torch.empty(0)
         if self.prior_kind != "none":
             self.prior_weight = torch.randn(
@@ -137,6 +151,7 @@ class EnsembleNetwork:
                 device=generator.device,
                 dtype=dtype,
             )
+        self._prior_table = self._tabulate_prior()
         self._scale = torch.ones(columns, dtype=dtype, device=generator.device)
         self._scale[1:] = self.posterior_scale
 
@@ -145,20 +160,41 @@ class EnsembleNetwork:
         """The trainable blocks."""
         return [self.torso.parameters, self.head]
 
-    def features(self, x: Float[Tensor, "replicas batch in_dim"]) -> Float[Tensor, "replicas batch out_dim"]:
+    def features(self, x: Shaped[Tensor, "replicas batch *in_dim"]) -> Float[Tensor, "replicas batch out_dim"]:
         """Return h = torso(x)."""
         return self.torso(x)
 
     def prior(
-        self, x: Float[Tensor, "replicas batch in_dim"], features: Tensor | None = None
+        self, x: Shaped[Tensor, "replicas batch *in_dim"], features: Tensor | None = None
     ) -> Float[Tensor, "replicas batch out index_dim"] | None:
         """Return the unscaled prior functions <prior_m, h0> of every output; None without a prior."""
         if self.prior_kind == "none":
             return None
+        if isinstance(self.prior_torso, StateMLP) and self._prior_table is not None:
+            rows = self._prior_table.flatten(0, 1).index_select(0, self.prior_torso.rows(x))
+            return rows.view(*x.shape, self.num_outputs, self.index_dim)
         h0 = self.prior_torso(x) if self.prior_torso is not None else self.torso(x) if features is None else features
-        return (h0 @ self.prior_weight).view(*h0.shape[:2], self.num_outputs, self.index_dim)
+        return self._read_prior(h0)
 
-    def __call__(self, x: Float[Tensor, "replicas batch in_dim"], prior_scale: float | Tensor = 1.0) -> IndexedOutput:
+    def _read_prior(self, h0: Tensor) -> Float[Tensor, "replicas batch out index_dim"]:
+        prior = (h0 @ self.prior_weight).view(*h0.shape[:2], self.num_outputs, self.index_dim)
+        return torch.nn.functional.normalize(prior, dim=-1) if self.unit_prior else prior
+
+    def _tabulate_prior(self) -> Float[Tensor, "replicas states out index_dim"] | None:
+        """Return the prior functions of every state, where inputs are numbers of states: they never change."""
+        if not isinstance(self.prior_torso, StateMLP):
+            return None
+        states = torch.arange(self.prior_torso.in_dim, device=self.prior_weight.device)
+        return self._read_prior(self.prior_torso(states.expand(self.num_replicas, -1)))
+
+    def clone(self) -> EnsembleNetwork:
+        """Return a copy with its own trainable parameters; the prior functions, which never change, are shared."""
+        copy = object.__new__(type(self))
+        copy.__dict__ |= self.__dict__
+        copy.torso, copy.head = self.torso.clone(), self.head.clone()
+        return copy
+
+    def __call__(self, x: Shaped[Tensor, "replicas batch *in_dim"], prior_scale: float | Tensor = 1.0) -> IndexedOutput:
         """Return mean (replicas, batch, out) and members (replicas, batch, out, index_dim), the prior among them.
 
         Args:
@@ -171,13 +207,18 @@ class EnsembleNetwork:
 
     def forward(
         self,
-        x: Float[Tensor, "replicas batch in_dim"],
+        x: Shaped[Tensor, "replicas batch *in_dim"],
         dropout: Float[Tensor, "replicas #batch units"] | None = None,
     ) -> tuple[IndexedOutput, tuple[list[Tensor], list[Tensor]]]:
         """Return the trainable part of the output (no prior), and what `backward` needs; `dropout` as in `MLP`."""
         cache = self.torso.forward(x, dropout)
-        # (columns, batch) rather than (batch, columns): with few columns the product is four times faster so.
-        flat = torch.baddbmm(self.head["bias"], self.head["weight"], cache[0][-1].mT).mT
+        weight, bias, features = self.head["weight"], self.head["bias"], cache[0][-1]
+        if self.num_outputs == 1:
+            # (columns, batch) rather than (batch, columns): with few columns the product is four times faster so.
+            flat = torch.baddbmm(bias, weight, features.mT).mT
+        else:
+            # An output's columns lie together: reading one output of many, or its spread, is ten times faster so.
+            flat = torch.baddbmm(bias.mT, features, weight.mT)
         columns = flat.view(*flat.shape[:2], self.num_outputs, 1 + self.index_dim)
         members = columns[..., 1:]
         if self.posterior_scale != 1.0:
@@ -230,6 +271,7 @@ class EnsembleNetwork:
             self.prior_weight.copy_(state["prior_weight"])
         if self.prior_torso is not None:
             self.prior_torso.parameters.load_state_dict(state["prior_torso"])
+        self._prior_table = self._tabulate_prior()
 
 
 class PriorEnsemble:
@@ -241,6 +283,7 @@ class PriorEnsemble:
         index_dim: M.
         num_outputs: Outputs per input.
         num_replicas: R.
+        torso: See `EnsembleNetwork`.
         generator: Source of the weights.
         dtype: Of weights and inputs.
 
@@ -258,6 +301,7 @@ class PriorEnsemble:
         *,
         num_outputs: int = 1,
         num_replicas: int = 1,
+        torso: Callable[..., MLP] = MLP,
         generator: torch.Generator,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -269,11 +313,12 @@ class PriorEnsemble:
             0,
             num_outputs=num_outputs,
             num_replicas=num_replicas * index_dim,
+            torso=torso,
             generator=generator,
             dtype=dtype,
         )
 
-    def __call__(self, x: Float[Tensor, "replicas batch in_dim"]) -> Float[Tensor, "replicas batch out index_dim"]:
+    def __call__(self, x: Shaped[Tensor, "replicas batch *in_dim"]) -> Float[Tensor, "replicas batch out index_dim"]:
         """Return every network's outputs."""
         return self.read(self.networks.forward(x.repeat_interleave(self.index_dim, dim=0))[0].mean)
 
@@ -317,6 +362,13 @@ class IndependentEnsemble(PriorEnsemble):
         super().__init__(in_dim, hidden_dims, index_dim, **options)
         self._priors = PriorEnsemble(in_dim, hidden_dims, index_dim, **options)
 
+    def clone(self) -> IndependentEnsemble:
+        """Return a copy with its own trainable parameters; the prior networks, which never change, are shared."""
+        copy = object.__new__(type(self))
+        copy.__dict__ |= self.__dict__
+        copy.networks = self.networks.clone()
+        return copy
+
     @property
     def head(self) -> ParameterBlock:
         """The output layers."""
@@ -328,13 +380,13 @@ class IndependentEnsemble(PriorEnsemble):
         return self.networks.blocks
 
     def prior(
-        self, x: Float[Tensor, "replicas batch in_dim"], features: Tensor | None = None
+        self, x: Shaped[Tensor, "replicas batch *in_dim"], features: Tensor | None = None
     ) -> Float[Tensor, "replicas batch out index_dim"]:
         """Return the prior networks' outputs p_m(x)."""
         return self._priors(x)
 
     def forward(
-        self, x: Float[Tensor, "replicas batch in_dim"]
+        self, x: Shaped[Tensor, "replicas batch *in_dim"]
     ) -> tuple[IndexedOutput, tuple[list[Tensor], list[Tensor]]]:
         """Return the trainable part of the output (no prior), and what `backward` needs."""
         output, cache = self.networks.forward(x.repeat_interleave(self.index_dim, dim=0))

@@ -123,3 +123,37 @@ def logistic_loss(prediction: Float[Tensor, "*shape"], target: Tensor) -> tuple[
     target = target.expand_as(prediction)
     loss = torch.nn.functional.binary_cross_entropy_with_logits(prediction, target, reduction="none")
     return loss, torch.sigmoid(prediction) - target
+
+
+def bradley_terry_loss(
+    first: IndexedOutput,
+    second: IndexedOutput,
+    label: Float[Tensor, "*lead"],
+    perturbation: Float[Tensor, "*lead index_dim"],
+    index: Float[Tensor, "*lead samples index_dim"],
+    noise_scale: float | Tensor = 1.0,
+    margin: float | Tensor = 0.0,
+) -> tuple[Float[Tensor, "*lead"], Float[Tensor, "*lead columns"]]:
+    """Return the average over S update indices of the preference loss, both responses under the same index.
+
+    With the logit l(zeta) = f_first(zeta) - f_second(zeta) - margin - sigma <z, zeta>::
+
+        loss = mean_zeta [-y log s(l) - (1 - y) log s(-l)]
+
+    Args:
+        first: Of the first response: mean (*lead, 1), members (*lead, 1, index_dim).
+        second: Of the second response.
+        label: y, the probability that the first is preferred: 1, 0, 0.5 for a tie, or between.
+        perturbation: z, stored with the datum.
+        index: The S update indices of each datum.
+        noise_scale: sigma, in logits.
+        margin: By how much a preferred response has to be better, in logits.
+
+    Returns:
+        The loss of each datum, and its gradient with respect to [mean | members] of the first response; that with
+        respect to the second is its negative.
+
+    Source: Bradley and Terry (1952); the index-sampled form as `sampled_index_loss`.
+    """
+    difference = IndexedOutput(first.mean - second.mean - margin, first.members - second.members)
+    return sampled_index_loss(difference, label, perturbation, index, noise_scale, logistic_loss)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError, check_int, check_shape
@@ -142,16 +142,20 @@ class MLP:
             shapes[f"bias_{layer}"] = (num_replicas, 1, width)
         self.parameters = ParameterBlock(shapes, dtype=dtype, device=generator.device)
         for layer, (fan_in, _) in enumerate(self._sizes()):
-            bound = 1 / math.sqrt(fan_in)
-            self.parameters[f"weight_{layer}"].uniform_(-bound, bound, generator=generator)
-            self.parameters[f"bias_{layer}"].uniform_(-bound, bound, generator=generator)
+            weight, bias = self._bounds(layer, fan_in)
+            self.parameters[f"weight_{layer}"].uniform_(-weight, weight, generator=generator)
+            self.parameters[f"bias_{layer}"].uniform_(-bias, bias, generator=generator)
 
     def clone(self) -> MLP:
         """Return a copy with its own parameters."""
-        copy = object.__new__(MLP)
+        copy = object.__new__(type(self))
         copy.__dict__ |= self.__dict__
         copy.parameters = self.parameters.clone()
         return copy
+
+    def _bounds(self, layer: int, fan_in: int) -> tuple[float, float]:
+        """Return the largest initial weight and the largest initial bias of a layer."""
+        return 1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in)
 
     def _sizes(self) -> list[tuple[int, int]]:
         return list(zip((self.in_dim, *self.hidden_dims), self.hidden_dims, strict=False))
@@ -161,13 +165,13 @@ class MLP:
         """Floating-point operations of one forward pass of one input of one replica (2 per multiplication)."""
         return sum(2 * fan_in * width for fan_in, width in self._sizes())
 
-    def __call__(self, x: Float[Tensor, "replicas batch in_dim"]) -> Float[Tensor, "replicas batch out_dim"]:
+    def __call__(self, x: Shaped[Tensor, "replicas batch *in_dim"]) -> Float[Tensor, "replicas batch out_dim"]:
         """Return the top activations h."""
         return self.forward(x)[0][-1]
 
     def forward(
         self,
-        x: Float[Tensor, "replicas batch in_dim"],
+        x: Shaped[Tensor, "replicas batch *in_dim"],
         dropout: Float[Tensor, "replicas #batch units"] | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return [x, h_1, ..., h_L], and with layer norm each layer's normalised values and 1/sd, for `backward`.
@@ -179,7 +183,7 @@ class MLP:
         activations, norms = [x], []
         factors = None if dropout is None else torch.split_with_sizes(dropout, self.hidden_dims, dim=-1)
         for layer in range(len(self.hidden_dims)):
-            z = torch.baddbmm(self.parameters[f"bias_{layer}"], activations[-1], self.parameters[f"weight_{layer}"])
+            z = self._affine(layer, activations[-1])
             if self.layer_norm:
                 variance, mean = torch.var_mean(z, dim=-1, keepdim=True, correction=0)
                 inverse = (variance + _LAYER_NORM_EPS).rsqrt()
@@ -190,6 +194,10 @@ class MLP:
                 top = z.relu_()
             activations.append(top if factors is None else top.mul_(factors[layer]))
         return activations, norms
+
+    def _affine(self, layer: int, below: Tensor) -> Tensor:
+        """Return h_(l-1) W_l + b_l in new storage."""
+        return torch.baddbmm(self.parameters[f"bias_{layer}"], below, self.parameters[f"weight_{layer}"])
 
     def deltas(
         self,
@@ -222,5 +230,54 @@ class MLP:
     ) -> None:
         """Write the gradients of a loss, given its gradient with respect to the top activations, into the block."""
         for layer, delta in self.deltas(activations, norms, grad, dropout):
-            torch.bmm(activations[layer].mT, delta, out=self.parameters.grad(f"weight_{layer}"))
+            self._write_weight_gradient(layer, activations[layer], delta)
             torch.sum(delta, dim=1, keepdim=True, out=self.parameters.grad(f"bias_{layer}"))
+
+    def _write_weight_gradient(self, layer: int, below: Tensor, delta: Tensor) -> None:
+        torch.bmm(below.mT, delta, out=self.parameters.grad(f"weight_{layer}"))
+
+
+class StateMLP(MLP):
+    """An `MLP` on numbers of states: x is an int64 s, and the first layer reads row s of its weights.
+
+    The same function as an MLP on the one-hot vector of s, without the product: reading a row costs its width, whatever
+    the number of states. The rows start uniform in +-1/sqrt(width), so that they have one length (about 0.58) for any
+    number of states, and all biases at zero. The usual +-1/sqrt(num_states) takes the one-hot vector's length for the
+    number of its non-zero entries: rows shrink as states are added, biases are left, and the features of all states
+    point the same way.
+
+    Args:
+        in_dim: Number of states.
+        hidden_dims: Width of each layer, at least one.
+        **options: See `MLP`.
+
+    Raises:
+        ParameterError: No layer, or a width below one.
+    """
+
+    def __init__(self, in_dim: int, hidden_dims: Sequence[int], **options: Any) -> None:
+        if not hidden_dims:
+            raise ParameterError("hidden_dims", "StateMLP", "hold at least one width", hidden_dims)
+        super().__init__(in_dim, hidden_dims, **options)
+        first = torch.arange(self.num_replicas, device=self.parameters.flat.device) * in_dim
+        self._first_row = first.unsqueeze(-1)
+
+    def rows(self, states: Int[Tensor, "replicas batch"]) -> Int[Tensor, " rows"]:
+        """Return the rows of states in a table whose replicas lie one below the other."""
+        return (states + self._first_row).flatten()
+
+    def _bounds(self, layer: int, fan_in: int) -> tuple[float, float]:
+        return 1 / math.sqrt(self.hidden_dims[0] if layer == 0 else fan_in), 0.0
+
+    def _affine(self, layer: int, below: Tensor) -> Tensor:
+        if layer:
+            return super()._affine(layer, below)
+        rows = self.parameters["weight_0"].flatten(0, 1).index_select(0, self.rows(below))
+        return rows.view(*below.shape, -1).add_(self.parameters["bias_0"])
+
+    def _write_weight_gradient(self, layer: int, below: Tensor, delta: Tensor) -> None:
+        if layer:
+            super()._write_weight_gradient(layer, below, delta)
+            return
+        gradient = self.parameters.grad("weight_0").zero_().flatten(0, 1)
+        gradient.index_add_(0, self.rows(below), delta.flatten(0, 1))

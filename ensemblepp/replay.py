@@ -80,15 +80,7 @@ class Replay:
             ParameterError: A column is missing, unknown, misshapen or of a dtype that its own would cut (floats where
                 integers are kept); nothing has moved.
         """
-        if columns.keys() != self._specs.keys():
-            raise ParameterError("columns", _OWNER, f"be {', '.join(self._specs)}", ", ".join(columns) or "none")
-        batch: int | None = None
-        for name, (shape, dtype) in self._specs.items():
-            values = check_shape(name, _OWNER, columns[name], "replicas batch ...", (self.num_replicas, batch, *shape))
-            if not torch.can_cast(values.dtype, dtype):
-                raise ParameterError(name, _OWNER, f"have a dtype that casts to {dtype}", values.dtype)
-            batch = values.shape[1]
-        count = batch or 0
+        count = self._check_columns(columns)
         skipped = max(0, count - self.capacity)
         self._grow(min(self.num_added + count, self.capacity))
         start = (self.num_added + skipped) % self.capacity
@@ -99,6 +91,18 @@ class Replay:
             if first < kept.shape[1]:
                 column[:, : kept.shape[1] - first] = kept[:, first:]
         self.num_added += count
+
+    def _check_columns(self, columns: Mapping[str, Tensor]) -> int:
+        """Return the number of data per replica once every column fits."""
+        if columns.keys() != self._specs.keys():
+            raise ParameterError("columns", _OWNER, f"be {', '.join(self._specs)}", ", ".join(columns) or "none")
+        batch: int | None = None
+        for name, (shape, dtype) in self._specs.items():
+            values = check_shape(name, _OWNER, columns[name], "replicas batch ...", (self.num_replicas, batch, *shape))
+            if not torch.can_cast(values.dtype, dtype):
+                raise ParameterError(name, _OWNER, f"have a dtype that casts to {dtype}", values.dtype)
+            batch = values.shape[1]
+        return batch or 0
 
     def _grow(self, needed: int) -> None:
         slots = self._slots

@@ -18,9 +18,11 @@ from ensemblepp.store import RunFolder, RunFolderError, canonical_value, find_ru
 
 # Settings that say how often, how long, where or with what record-keeping a run was made, not what was run.
 _RUN_KEYS = {"seed", "num_replicas", "horizon", "device", "folder", "output", "checkpoint_period", "log_period"}
-_RUN_KEYS |= {"diagnostics"}
+_RUN_KEYS |= {"diagnostics", "eval_period"}
 _RUN_GROUPS = {"hydra", "logging"}
 _ENVIRONMENT_GROUPS = {"env", "environment"}
+# What leaves a regret curve in its run folder.
+_KINDS = ("bandit", "select")
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,8 @@ def _load_run(name: str, folder: Path) -> LoadedRun | Problem:
     def problem(status: str, detail: str) -> Problem:
         return Problem(name, status, detail, known.agent, known.environment, known.seed)
 
-    if known.kind != "bandit":
-        return problem("other kind", f"a run of kind {known.kind!r}; this report covers bandit runs")
+    if known.kind not in _KINDS:
+        return problem("other kind", f"a run of kind {known.kind!r}; this report covers {' and '.join(_KINDS)} runs")
     if known.status == "failed":
         return problem("failed", known.error or "no reason recorded")
     if known.status == "running":

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from ensemblepp import checkpoint
@@ -20,6 +19,7 @@ from ensemblepp.diagnostics import PosteriorDiagnostics
 from ensemblepp.errors import ParameterError, check_int
 from ensemblepp.intervals import Interval, Statistic, bootstrap_interval
 from ensemblepp.plots import plot_regret
+from ensemblepp.run_display import progress_bar, scalar_writer
 from ensemblepp.store import RunFolder
 from ensemblepp.types import Agent, Environment, Stoppable, Transition
 
@@ -163,11 +163,11 @@ def run_bandit(
     saved = None if folder is None else folder.checkpoints / "latest.ckpt"
     if saved is not None and saved.exists():
         loop.load_state_dict(checkpoint.load(saved, kind=_CHECKPOINT_KIND))
-    writer = _scalar_writer(folder, loop.step) if tensorboard and folder is not None else None
-    bar = _progress_bar(progress)
+    writer = scalar_writer(folder, loop.step) if tensorboard and folder is not None else None
+    bar = progress_bar("regret {task.fields[shown]:.1f}", progress)
     try:
         with bar:
-            task = bar.add_task("", total=horizon, completed=loop.step, regret=0.0)
+            task = bar.add_task("", total=horizon, completed=loop.step, shown=0.0)
             refreshed = 0.0
             while loop.step < horizon and not loop.all_stopped:
                 loop.advance()
@@ -175,7 +175,7 @@ def run_bandit(
                 if at_checkpoint or loop.step in loop.logged:
                     loop.read_stopped()
                 if progress and (time.monotonic() - refreshed > _REFRESH_SECONDS or loop.step == horizon):
-                    bar.update(task, completed=loop.step, regret=loop.mean_of_running(loop.total_regret))
+                    bar.update(task, completed=loop.step, shown=loop.mean_of_running(loop.total_regret))
                     refreshed = time.monotonic()
                 if writer is not None and loop.step in loop.logged:
                     for tag, value in loop.scalars().items():
@@ -349,20 +349,3 @@ class _Loop:
 def _to_numpy(record: Tensor) -> NDArray[np.float64]:
     """Return a record (steps, replicas) as an array (replicas, steps) of its own."""
     return np.array(record.double().T.numpy(force=True))
-
-
-def _progress_bar(shown: bool) -> Progress:
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("regret {task.fields[regret]:.1f}"),
-        TimeRemainingColumn(compact=True),
-    )
-    return Progress(*columns, disable=not shown)
-
-
-def _scalar_writer(folder: RunFolder, step: int) -> Any:
-    # Imported late: TensorBoard takes longer to import than a short run takes.
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder.path / "tensorboard"), purge_step=step or None)

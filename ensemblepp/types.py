@@ -51,6 +51,14 @@ class Feedback:
 
 
 @dataclass(frozen=True)
+class DuelFeedback:
+    """What a judge of two responses answers: 1 where the first is preferred, else 0; and the regret in logits."""
+
+    label: Float[Tensor, " replicas"]
+    regret: Float[Tensor, " replicas"]
+
+
+@dataclass(frozen=True)
 class Transition:
     """One datum per replica and batch slot.
 

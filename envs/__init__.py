@@ -2,8 +2,11 @@
 
 from ensemblepp.envs.classification import ClassificationBandit
 from ensemblepp.envs.datasets import DATASETS, ClassificationData, load_dataset
+from ensemblepp.envs.deep_sea import DeepSea, DeepSeaEnv
+from ensemblepp.envs.duels import PreferenceDuels
 from ensemblepp.envs.gym import BanditEnv, register_environments
 from ensemblepp.envs.linear import LinearBandit
+from ensemblepp.envs.moderation import ModerationBandit
 from ensemblepp.envs.mushroom_lottery import MushroomLottery
 from ensemblepp.envs.nonlinear import (
     NeuralClassificationBandit,
@@ -12,6 +15,7 @@ from ensemblepp.envs.nonlinear import (
     QuadraticBandit,
     VectorQuadraticBandit,
 )
+from ensemblepp.envs.posts import Posts, hashed_features, load_posts
 from ensemblepp.envs.wheel import WheelBandit
 
 __all__ = [
@@ -19,15 +23,22 @@ __all__ = [
     "BanditEnv",
     "ClassificationBandit",
     "ClassificationData",
+    "DeepSea",
+    "DeepSeaEnv",
     "LinearBandit",
+    "ModerationBandit",
     "MushroomLottery",
     "NeuralClassificationBandit",
     "NeuralRegressionBandit",
     "PoolBandit",
+    "Posts",
+    "PreferenceDuels",
     "QuadraticBandit",
     "VectorQuadraticBandit",
     "WheelBandit",
+    "hashed_features",
     "load_dataset",
+    "load_posts",
 ]
 
 register_environments()

@@ -166,3 +166,5 @@ def register_environments() -> None:
         if identifier not in gymnasium.registry:
             # By name, so that a spec can be written down and read back.
             gymnasium.register(identifier, entry_point=f"{__name__}:{maker.__name__}")
+    if "ensemblepp/DeepSea-v0" not in gymnasium.registry:
+        gymnasium.register("ensemblepp/DeepSea-v0", entry_point="ensemblepp.envs.deep_sea:DeepSeaEnv")

@@ -24,6 +24,13 @@ def _run(command: list[str], cwd: Path) -> str:
 
 @pytest.mark.parametrize("block", PYTHON)
 def test_python_block_runs(block: str, tmp_path: Path) -> None:
+    for name in re.findall(r'from_backbone\("(.+?)"', block):
+        pytest.importorskip("transformers", reason="needs the extra [llm]")
+        from tests.llm_cases import make_backbone, make_tokenizer
+
+        # A tiny model under the printed name; a folder of that name comes before the hub.
+        make_backbone(causal=True).save_pretrained(tmp_path / name)
+        make_tokenizer().save_pretrained(tmp_path / name)
     assert _run([sys.executable, "-W", "error", "-c", block], tmp_path).strip()
 
 

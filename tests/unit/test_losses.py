@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ensemblepp.heads import IndexedOutput
 from ensemblepp.losses import (
+    bradley_terry_loss,
     ensemble_loss,
     expected_index_loss,
     logistic_loss,
@@ -161,3 +162,27 @@ def test_without_members_the_expected_loss_is_the_squared_error_of_the_mean() ->
     error = COLUMNS[..., 0] - TARGET
     torch.testing.assert_close(loss, error.square(), rtol=0, atol=1e-12)
     torch.testing.assert_close(gradient, 2 * error.unsqueeze(-1), rtol=0, atol=1e-12)
+
+
+def test_the_preference_loss_is_the_average_cross_entropy_of_differences_under_shared_indices() -> None:
+    columns = [normal(*LEAD, 1 + MEMBERS, seed=seed).requires_grad_() for seed in (11, 12)]
+    first, second = (output(each) for each in columns)
+    loss, gradient = bradley_terry_loss(first, second, SOFT_LABELS, PERTURBATION, INDEX, SIGMA, margin=0.4)
+    wanted = torch.zeros(LEAD, dtype=torch.float64)
+    for zeta in INDEX.unbind(-2):
+        logits = [mean + (each[..., 1:] * zeta).sum(-1) for mean, each in ((each[..., 0], each) for each in columns)]
+        logit = logits[0] - logits[1] - 0.4 - SIGMA * (PERTURBATION * zeta).sum(-1)
+        share = torch.sigmoid(logit)
+        wanted = wanted - (SOFT_LABELS * share.log() + (1 - SOFT_LABELS) * (1 - share).log()) / INDEX.shape[-2]
+    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-12)
+    slopes = torch.autograd.grad(wanted.sum(), columns)
+    torch.testing.assert_close(gradient, slopes[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(-gradient, slopes[1], rtol=0, atol=1e-12)
+
+
+def test_swapped_responses_turn_the_preference_gradient() -> None:
+    first, second = output(normal(*LEAD, 1 + MEMBERS, seed=11)), output(normal(*LEAD, 1 + MEMBERS, seed=12))
+    loss, gradient = bradley_terry_loss(first, second, SOFT_LABELS, PERTURBATION, INDEX, SIGMA)
+    swapped, turned = bradley_terry_loss(second, first, 1 - SOFT_LABELS, -PERTURBATION, INDEX, SIGMA)
+    torch.testing.assert_close(loss, swapped, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient, -turned, rtol=0, atol=1e-12)
