@@ -137,9 +137,11 @@ class HyperFQI(ValueLearner):
         self._start_learning()
 
     def _columns(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {"perturbation": ((self.index_dim,), self.dtype)}
+        return {"perturbation": ((self.index_dim,), self.dtype)} if self.noise_scale else {}
 
     def _draw_columns(self) -> dict[str, Tensor]:
+        if not self.noise_scale:
+            return {}
         law, generator = self._perturbation_law, self.streams["perturb"]
         return {"perturbation": law.perturbation(self.num_replicas, generator=generator, dtype=self.dtype)}
 
@@ -183,9 +185,8 @@ class HyperFQI(ValueLearner):
         prior = self.network.prior(x)
         if prior is not None:
             chosen = chosen.with_prior(select_members(prior, action), self.prior_scale)
-        loss, gradient = expected_index_loss(
-            chosen, target, batch["perturbation"], self.noise_scale, self.index_loss_weight
-        )
+        perturbation = batch["perturbation"] if self.noise_scale else torch.zeros_like(chosen.members.squeeze(2))
+        loss, gradient = expected_index_loss(chosen, target, perturbation, self.noise_scale, self.index_loss_weight)
         self.network.backward(cache, scatter_actions(gradient / self.batch_size, action, self.num_actions))
         return loss.mean(-1)
 

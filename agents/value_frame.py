@@ -278,6 +278,8 @@ class ValueLearner:
         """Hear which replicas ended an episode."""
 
     def _check_divergence(self, loss: Tensor) -> None:
+        if self.device.type == "cpu" and bool(torch.isfinite(loss).all()):
+            return
         failed = ~torch.isfinite(loss) & (self._diverged_at < 0)
         self._diverged_at = torch.where(failed, self.num_steps, self._diverged_at)
         # Reading a flag waits for an accelerator, so there the error comes late; the step it names is the first.
@@ -299,19 +301,19 @@ class ValueLearner:
             raise ParameterError(name, self._owner, f"have dtype {self.observation_dtype}", observation.dtype)
 
     def _check_transition(self, transition: ValueTransition) -> None:
-        lead, valid = (self.num_replicas,), transition.valid
+        owner, lead, valid = f"{self._owner} at step {self.num_steps + 1}", (self.num_replicas,), transition.valid
         for name in ("action", "reward", "terminated", "truncated", "valid"):
-            check_shape(name, self._owner, getattr(transition, name), "replicas", lead)
+            check_shape(name, owner, getattr(transition, name), "replicas", lead)
         for name in ("observation", "next_observation"):
             values = getattr(transition, name)
             self._check_observation(name, values, lead)
             if values.is_floating_point():
-                check_finite(name, self._owner, values)
+                check_finite(name, owner, values)
             elif self.num_states is not None:
-                check_all(name, self._owner, f"be in [0, {self.num_states})", _within(values, self.num_states), values)
-        check_all("reward", self._owner, "be finite", torch.isfinite(transition.reward) | ~valid, transition.reward)
+                check_all(name, owner, f"be in [0, {self.num_states})", _within(values, self.num_states), values)
+        check_all("reward", owner, "be finite", torch.isfinite(transition.reward) | ~valid, transition.reward)
         action = transition.action
-        check_all("action", self._owner, f"be in [0, {self.num_actions})", _within(action, self.num_actions), action)
+        check_all("action", owner, f"be in [0, {self.num_actions})", _within(action, self.num_actions), action)
 
     def state_dict(self) -> StateDict:
         return {

@@ -296,8 +296,8 @@ def _run_bandit(config: DictConfig) -> None:
 
 def _run_value(config: DictConfig) -> None:
     if config.resume is None:
+        build_value_problem(config)  # before a folder is made: a bad value leaves nothing behind
         identity, labels, path = _identify(config)
-        build_value_problem(config)
         folder = _open_folder(config, identity, labels, path)
     else:
         folder = _open_resumed(config)
@@ -366,6 +366,10 @@ def build_problem(config: DictConfig) -> tuple[Any, Any]:
         "device": config.device,
         "dtype": _DTYPES[config.dtype],
     }
+    for name, kind, member in (("env", "problem", "observe"), ("agent", "agent", "update")):
+        if not hasattr(hydra.utils.get_object(config[name]._target_), member):
+            remedy = "`ensemblepp value` takes it."
+            raise ParameterError(name, "ensemblepp bandit", f"be a bandit {kind}", config[name]._target_, remedy)
     environment = hydra.utils.instantiate(config.env, **shared)
     agent = hydra.utils.instantiate(
         config.agent,

@@ -76,7 +76,7 @@ class DuelRuns:
         """Return, per replica, the first judged query at which the accuracy is reached; the horizon if it never is."""
         reached = self.metrics["eval/accuracy"] >= accuracy
         first = self.evaluated[reached.argmax(1)]
-        return np.where(reached.any(1), first, self.cumulative_regret.shape[1]).astype(np.float64)
+        return np.asarray(np.where(reached.any(1), first, self.cumulative_regret.shape[1]), dtype=np.float64)
 
     def summary(self, statistic: Statistic = "mean") -> dict[str, Interval]:
         """Return final regret, accuracy and best-of-K regret with 95 % bootstrap intervals over replicas."""

@@ -53,7 +53,7 @@ def select_members(
 ) -> Float[Tensor, "*lead one index_dim"]:
     """Return the members, or prior functions, of one output of each input."""
     rows = torch.arange(out.numel(), device=out.device).mul_(members.shape[-2]).add_(out.flatten())
-    chosen = members.reshape(-1, members.shape[-1]).index_select(0, rows)
+    chosen = members.flatten(0, -2).index_select(0, rows)  # a view of -1 rows is ambiguous without members
     return chosen.view(*out.shape, 1, members.shape[-1])
 
 

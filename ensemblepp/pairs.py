@@ -44,8 +44,8 @@ class Candidates:
         """Return one joint posterior sample of all responses, with one standard normal index per set."""
         members = self.output.members
         size = (members.shape[0], members.shape[-1])
-        kind = {"generator": self.generator, "device": members.device, "dtype": members.dtype}
-        return self.output.sample(self.scale * torch.randn(size, **kind))  # type: ignore[call-overload]
+        index = torch.randn(size, generator=self.generator, device=members.device, dtype=members.dtype)
+        return self.output.sample(self.scale * index)
 
     def bound(self) -> Float[Tensor, "replicas responses"]:
         """Return mean + scale * standard deviation."""

@@ -16,12 +16,22 @@ from ensemblepp.testing_agents import check_agent
 from ensemblepp.testing_common import AgentFactory, EnvironmentFactory
 from ensemblepp.testing_environments import check_environment
 from ensemblepp.testing_indices import check_index_distribution
+from ensemblepp.testing_values import (
+    ValueAgentFactory,
+    ValueEnvironmentFactory,
+    check_value_agent,
+    check_value_environment,
+)
 
 __all__ = [
     "AgentFactory",
     "EnvironmentFactory",
+    "ValueAgentFactory",
+    "ValueEnvironmentFactory",
     "check_agent",
     "check_environment",
     "check_index_distribution",
+    "check_value_agent",
+    "check_value_environment",
     "forbid_host_sync",
 ]

@@ -77,11 +77,14 @@ class TransitionReplay(Replay):
         """
         self._check_columns({name: values.unsqueeze(1) for name, values in columns.items()})
         self._grow(min(self.num_added + 1, self.capacity))
-        place = (self.counts % self.capacity).unsqueeze(-1) + self._offset
+        place = self.counts % self.capacity + self._offset.squeeze(-1)
+        # Asking costs less than keeping what is there, but an accelerator would have to be waited for.
+        every = valid.device.type == "cpu" and bool(valid.all())
         for name, values in columns.items():
             column, rows = self._columns[name].flatten(0, 1), values.detach().to(self._specs[name][1])
-            mask = valid.view(-1, *[1] * (rows.ndim - 1))
-            column.index_copy_(0, place.squeeze(-1), torch.where(mask, rows, column[place.squeeze(-1)]))
+            if not every:
+                rows = torch.where(valid.view(-1, *[1] * (rows.ndim - 1)), rows, column[place])
+            column.index_copy_(0, place, rows)
         self.counts += valid
         self.num_added += 1  # an upper bound of `counts` that is known without asking the device
 

@@ -45,16 +45,14 @@ def build_problem(config: DictConfig) -> tuple[Any, Any]:
     Raises:
         ParameterError: A value that breaks a rule, or an agent or environment of another command.
     """
+    rules = (("env", "make_evaluation", "be a problem with states"), ("agent", "act_evaluation", "learn action values"))
+    for name, member, rule in rules:
+        if not hasattr(hydra.utils.get_object(config[name]._target_), member):
+            remedy = "`ensemblepp bandit` takes it."
+            raise ParameterError(name, "ensemblepp value", rule, config[name]._target_, remedy)
     check_choice("dtype", "ensemblepp value", config.dtype, _DTYPES)
     shared = {"num_replicas": config.num_replicas, "seed": config.seed, "device": config.device}
     environment = hydra.utils.instantiate(config.env, **shared)
-    if not isinstance(environment, ValueEnvironment):
-        remedy = "`ensemblepp bandit` plays it."
-        raise ParameterError("env", "ensemblepp value", "be a problem with states", config.env._target_, remedy)
-    kind = hydra.utils.get_class(config.agent._target_)
-    if not hasattr(kind, "act_evaluation"):
-        remedy = "It is one of `ensemblepp bandit`."
-        raise ParameterError("agent", "ensemblepp value", "learn action values", config.agent._target_, remedy)
     agent: Any = hydra.utils.instantiate(
         config.agent,
         observation_shape=list(environment.observation_shape),

@@ -5,6 +5,7 @@ from ensemblepp.envs.datasets import DATASETS, ClassificationData, load_dataset
 from ensemblepp.envs.deep_sea import DeepSea, DeepSeaEnv
 from ensemblepp.envs.duels import PreferenceDuels
 from ensemblepp.envs.gym import BanditEnv, register_environments
+from ensemblepp.envs.gym_value import GymValue, VectorGymValue
 from ensemblepp.envs.linear import LinearBandit
 from ensemblepp.envs.moderation import ModerationBandit
 from ensemblepp.envs.mushroom_lottery import MushroomLottery
@@ -25,6 +26,7 @@ __all__ = [
     "ClassificationData",
     "DeepSea",
     "DeepSeaEnv",
+    "GymValue",
     "LinearBandit",
     "ModerationBandit",
     "MushroomLottery",
@@ -34,6 +36,7 @@ __all__ = [
     "Posts",
     "PreferenceDuels",
     "QuadraticBandit",
+    "VectorGymValue",
     "VectorQuadraticBandit",
     "WheelBandit",
     "hashed_features",

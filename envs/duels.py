@@ -97,9 +97,10 @@ class PreferenceDuels:
 
     def _draw_pool(self, count: int, dim: int) -> tuple[Tensor, Tensor]:
         dim = check_int("feature_dim", self._owner, dim)
-        kind: dict[str, Any] = {"generator": self._streams["pool"], "device": self.device, "dtype": self.dtype}
-        features = torch.randn(count, dim, **kind) / math.sqrt(dim)
-        return features, features @ torch.nn.functional.normalize(torch.randn(dim, **kind), dim=0) * math.sqrt(dim)
+        generator = self._streams["pool"]
+        drawn = torch.randn(count + 1, dim, generator=generator, device=self.device, dtype=self.dtype)
+        features = drawn[1:] / math.sqrt(dim)
+        return features, features @ torch.nn.functional.normalize(drawn[0], dim=0) * math.sqrt(dim)
 
     def _check_pool(self, features: Tensor | NDArray[Any], reward: Tensor | NDArray[Any]) -> tuple[Tensor, Tensor]:
         parts = [torch.as_tensor(part).to(self.device, self.dtype, copy=True) for part in (features, reward)]

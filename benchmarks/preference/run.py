@@ -34,7 +34,8 @@ def wanted(config: dict[str, Any], backbone: str, prior_scale: float) -> dict[st
     sizes = {"prior_scale": prior_scale, "seed": config["seed"], "num_replicas": config["num_replicas"]}
     cells = {}
     for scale in map(str, config["backbones"][backbone]["reward_scales"]):
-        for candidates, rules in (("redrawn", config["rules"]), ("fixed", config["fixed_rules"])):
+        fixed = config["fixed_rules"] if backbone == "minilm" else ()
+        for candidates, rules in (("redrawn", config["rules"]), ("fixed", fixed)):
             for rule in rules:
                 options = {"rule": rule, "scale": scale, "candidates": candidates, **sizes}
                 cells[f"{backbone}/{scale}/{candidates}/{rule}"] = options

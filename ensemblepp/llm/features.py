@@ -46,12 +46,15 @@ def takes_positions(backbone: Any) -> bool:
     Without them most models number slots, so that padding on the left would move a text. Models in RoBERTa's manner
     count real tokens by themselves, with an offset; their position embedding has a padding index.
     """
-    own = (
-        isinstance(module, nn.Embedding) and module.padding_idx is not None
-        for name, module in backbone.named_modules()
-        if name.endswith("position_embeddings")
-    )
-    return "position_ids" in inspect.signature(backbone.forward).parameters and not any(own)
+    return "position_ids" in inspect.signature(backbone.forward).parameters and counted_positions(backbone) is None
+
+
+def counted_positions(backbone: nn.Module) -> nn.Embedding | None:
+    """Return the position embedding of a backbone that counts real tokens by itself, from behind its padding index."""
+    for name, module in backbone.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module
+    return None
 
 
 class FeatureExtractor:
@@ -165,7 +168,10 @@ def weights_version(module: nn.Module) -> int:
 
 def usable_length(tokenizer: Any, backbone: Any, max_length: int | None) -> int:
     """Return how many tokens a text may have: what is asked for, within what tokenizer and backbone can take."""
-    limits = [tokenizer.model_max_length, getattr(backbone.config, "max_position_embeddings", None)]
+    limits = [tokenizer.model_max_length, getattr(backbone.config.get_text_config(), "max_position_embeddings", None)]
+    counted = counted_positions(backbone)
+    if counted is not None:
+        limits.append(counted.num_embeddings - int(counted.padding_idx or 0) - 1)
     if max_length is not None:
         limits.append(check_int("max_length", _OWNER, max_length))
     return int(min(limit for limit in limits if limit is not None))

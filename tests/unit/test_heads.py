@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ensemblepp.errors import ParameterError
 from ensemblepp.heads import EnsembleNetwork, IndependentEnsemble, IndexedOutput, PriorEnsemble
+from ensemblepp.networks import StateMLP
 from ensemblepp.seeding import make_generator
 
 REPLICAS, BATCH, IN_DIM, MEMBERS = 2, 5, 3, 4
@@ -300,3 +301,53 @@ def test_values_that_make_no_network_are_named(options: dict[str, Any], message:
 def test_an_ensemble_of_nothing_is_refused(kind: type) -> None:
     with pytest.raises(ParameterError, match=f"index_dim of {kind.__name__} must be an int >= 1; got 0"):
         make(kind, index_dim=0)
+
+
+def test_a_unit_prior_has_the_same_spread_at_every_input_and_output() -> None:
+    x = 100 * torch.rand(2, 7, 3, generator=make_generator(1, "x"))
+    sizes: dict[str, Any] = {"num_outputs": 4, "num_replicas": 2}
+    unit, plain = (
+        EnsembleNetwork(3, [8], 5, unit_prior=flag, generator=make_generator(0, "init"), **sizes)
+        for flag in (True, False)
+    )
+    ours, theirs = unit.prior(x), plain.prior(x)
+    assert ours is not None
+    assert theirs is not None
+    assert torch.allclose(ours.norm(dim=-1), torch.ones(2, 7, 4))
+    assert torch.allclose(ours, theirs / theirs.norm(dim=-1, keepdim=True))
+    assert theirs.norm(dim=-1).std() > 1
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_the_prior_of_states_is_a_table_of_the_frozen_network(unit: bool) -> None:
+    sizes: dict[str, Any] = {"num_outputs": 3, "num_replicas": 2, "torso": StateMLP, "unit_prior": unit}
+    network = EnsembleNetwork(9, [8, 6], 4, generator=make_generator(0, "init"), **sizes)
+    states = torch.tensor([[0, 8, 8], [4, 1, 0]])
+    prior, torso = network.prior(states), network.prior_torso
+    assert prior is not None
+    assert torso is not None
+    expected = (torso(states) @ network.prior_weight).view(2, 3, 3, 4)
+    expected = expected / expected.norm(dim=-1, keepdim=True) if unit else expected
+    assert torch.allclose(prior, expected, atol=1e-6)
+    other = EnsembleNetwork(9, [8, 6], 4, generator=make_generator(5, "init"), **sizes)
+    other.load_state_dict(network.state_dict())
+    restored = other.prior(states)
+    assert restored is not None
+    assert torch.equal(restored, prior)
+
+
+def test_a_copy_learns_alone_and_shares_the_prior() -> None:
+    network = EnsembleNetwork(3, [4], 2, num_outputs=2, generator=make_generator(0, "init"))
+    ensemble = IndependentEnsemble(3, [4], 2, num_outputs=2, generator=make_generator(0, "init"))
+    x = torch.ones(1, 1, 3)
+    for each in (network, ensemble):
+        copy = each.clone()
+        before, prior = each.prior(x), copy.prior(x)
+        assert before is not None
+        assert prior is not None
+        assert torch.equal(before, prior)
+        values = each.forward(x)[0].members.clone()
+        for block in copy.blocks:
+            block.flat += 1
+        assert torch.equal(each.forward(x)[0].members, values)
+        assert not torch.equal(copy.forward(x)[0].members, values)

@@ -135,6 +135,14 @@ def test_long_texts_keep_their_end_and_their_first_special_token():
     assert extractor(max_length=10).max_length == 10
 
 
+def test_positions_behind_a_padding_index_are_not_overrun():
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = int(1e30)
+    extract = FeatureExtractor(tiny(RobertaModel, RobertaConfig), tokenizer, pooling="mean")
+    assert extract.max_length == 38  # 40 places, of which the padding index and those before it are no positions
+    assert extract([50 * "a "]).isfinite().all()
+
+
 def test_the_cache_answers_what_it_knows(tmp_path):
     first = extractor(cache=tmp_path / "features.sqlite")
     wanted = first(RESPONSES)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ensemblepp.errors import ParameterError
-from ensemblepp.networks import MLP, ParameterBlock
+from ensemblepp.networks import MLP, ParameterBlock, StateMLP
 from ensemblepp.seeding import make_generator
 
 DEPTHS: list[tuple[int, ...]] = [(), (5,), (5, 7)]
@@ -192,3 +192,38 @@ def test_sizes_that_make_no_network_are_named(options: dict[str, Any], message: 
     sizes: dict[str, Any] = {"in_dim": 3, "hidden_dims": (4,)} | options
     with pytest.raises(ParameterError, match=message):
         MLP(**sizes, generator=make_generator(0, "init"))
+
+
+def test_a_state_network_is_the_mlp_on_one_hot_vectors() -> None:
+    states, replicas = 6, 2
+    network = StateMLP(states, [5, 4], num_replicas=replicas, generator=make_generator(0, "init"), dtype=torch.float64)
+    plain = MLP(states, [5, 4], num_replicas=replicas, generator=make_generator(1, "init"), dtype=torch.float64)
+    plain.parameters.copy_(network.parameters)
+    plain.parameters["bias_0"].fill_(0.1)
+    network.parameters["bias_0"].fill_(0.1)
+    x = torch.tensor([[0, 3, 3, 5], [1, 1, 1, 2]])  # states may repeat in a batch
+    one_hot = torch.nn.functional.one_hot(x, states).double()
+    ours, theirs = network.forward(x), plain.forward(one_hot)
+    assert torch.allclose(ours[0][-1], theirs[0][-1])
+    grad = torch.randn(replicas, 4, 4, generator=make_generator(2, "grad"), dtype=torch.float64)
+    for _ in range(2):  # a second pass must not add to the first
+        network.backward(*ours, grad)
+        plain.backward(*theirs, grad)
+    assert torch.allclose(network.parameters.flat.grad, plain.parameters.flat.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("states", [10, 10_000])
+def test_features_of_states_have_one_length_for_any_number_of_states(states: int) -> None:
+    """Rows have a mean square of 1/3 over a width of 64, and no bias points all of them the same way."""
+    network = StateMLP(states, [64, 64], generator=make_generator(0, "init"))
+    rows = network.parameters["weight_0"][0]
+    # Five standard errors of the mean of uniform squares (variance 4/45 in units of the squared bound).
+    error = 5 * (4 / 45 / rows.numel()) ** 0.5
+    assert abs(float(rows.square().mean() * 64) - 1 / 3) < error
+    assert not network.parameters["bias_0"].any()
+    assert not network.parameters["bias_1"].any()
+
+
+def test_a_state_network_needs_a_layer() -> None:
+    with pytest.raises(ParameterError, match="hidden_dims of StateMLP must hold at least one width"):
+        StateMLP(4, [], generator=make_generator(0, "init"))

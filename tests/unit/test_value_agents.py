@@ -370,7 +370,7 @@ def test_non_finite_input_is_refused_and_moves_nothing(make: Maker) -> None:
         "action": torch.tensor([0, 3]),
     }
     for name, value in bad.items():
-        with pytest.raises(ParameterError, match=f"^{name} of "):
+        with pytest.raises(ParameterError, match=f"^{name} of .* at step 7 must be"):
             agent.observe(transition(agent, 6, **{name: value}))
     step = transition(agent, 7)
     assert torch.equal(agent.observe(step)["train/loss"], twin.observe(step)["train/loss"])
