@@ -45,10 +45,8 @@ def search(config: Mapping[str, Any], path: Path, play: Play, jobs: int) -> None
     """Try what is not in the file at `path` yet, and keep it up to date."""
     name = path.parent.name
     content = common.read_json(path) or {"trials": {}}
-    content = common.provenance(name, config["tuning"]["seed"]) | {
-        "command": f"python benchmarks/{name}/tune.py --jobs {jobs}",
-        "trials": content["trials"],
-    }
+    content |= common.provenance(name, config["tuning"]["seed"])
+    content["command"] = f"python benchmarks/{name}/tune.py --jobs {jobs}"
     with ProcessPoolExecutor(jobs) as pool:
         waiting = {}
         for method, spec in config["methods"].items():

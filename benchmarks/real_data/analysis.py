@@ -102,11 +102,24 @@ def tuning_table(config: Mapping[str, Any], trials: Mapping[str, Any]) -> str:
     return common.make_table(["method", "options", *games, "score"], rows)
 
 
+def by_hand_table(config: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Return what was tried by hand."""
+    rows = []
+    for options, regret in found.items():
+        each = ", ".join(f"{value:.0f}" for value in regret)
+        rows.append([options.strip("{}").replace('"', ""), f"{np.mean(regret):.0f}", each])
+    return common.make_table(["options", f"mean on {config['trials_by_hand']['game']}", "every shuffle"], rows)
+
+
 def blocks(config: Mapping[str, Any], cells: Mapping[str, Any], verdicts: list[dict[str, Any]]) -> dict[str, str]:
     """Return every generated block of the README."""
     tables = {game: game_table(config, cells, game) for game in config["games"]}
-    trials = common.read_json(Path(__file__).with_name("tuning.json"))["trials"]
-    return tables | {"bars": bars_table(cells, verdicts), "tuning": tuning_table(config, trials)}
+    search = common.read_json(Path(__file__).with_name("tuning.json"))
+    return tables | {
+        "bars": bars_table(cells, verdicts),
+        "tuning": tuning_table(config, search["trials"]),
+        "by_hand": by_hand_table(config, search["trials_by_hand"]),
+    }
 
 
 def plot(path: Path, config: Mapping[str, Any], cells: Mapping[str, Any]) -> None:

@@ -66,6 +66,8 @@ def play(
                 options |= {"noise_scale": config["linear"]["noise_scale"] * scale, "prior_covariance": variance}
             elif kind is agents.RandomFeatureEnsemblePP:
                 options = {**told, **options}
+                if options.get("noise_scale") is not None:  # stated for rewards of 0 and 1
+                    options["noise_scale"] *= told.get("reward_scale", 1.0)
             else:
                 options = {**told, **config["network"], **options}
             num_arms = environment.num_arms if environment.per_arm else None

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from benchmarks import common, search
 from benchmarks.real_data import analysis
@@ -85,3 +86,10 @@ def test_one_small_cell_runs_the_preset():
     cell = play(config, "preset", "digits", {}, num_shuffles=2, seed=1, horizon=20)
     assert cell["regret"].keys() == {"2", "20"}
     assert cell["kib_per_learner"] > 1000
+
+
+def test_the_shipped_preset_is_the_measured_one(trials):
+    path = FOLDER.parents[1] / "configs" / "experiment" / "classification.yaml"
+    shipped = yaml.safe_load(path.read_text())["agent"]
+    chosen = search.best(trials["preset"])
+    assert shipped == CONFIG["methods"]["preset"]["options"] | chosen
