@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -66,3 +67,16 @@ def check_state(owner: str, state: Mapping[str, Any], problem: Mapping[str, Any]
     missing = sorted(streams.state_dict().keys() - dict(state.get("streams", {})).keys())
     if missing:
         raise CheckpointError(f"the state of {owner} lacks the streams {', '.join(missing)}")
+
+
+def import_data_library(module: str) -> Any:
+    """Return a module of a library that the extra [data] brings.
+
+    Raises:
+        ImportError: It is missing; the extra is named.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        message = f"{module.partition('.')[0]} is missing; install it with: pip install 'ensemblepp[data]'"
+        raise ImportError(message, name=error.name) from error

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from http.client import HTTPException
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Float32, Int64, Shaped
 
+from ensemblepp.envs.common import import_data_library
 from ensemblepp.errors import ParameterError, check_choice, check_int
 
 Scaling: TypeAlias = Literal["standard", "unit_norm"]
@@ -175,7 +175,7 @@ def load_dataset(
 
 
 def _load_digits() -> ClassificationData:
-    features, labels = _import("sklearn.datasets").load_digits(return_X_y=True)
+    features, labels = import_data_library("sklearn.datasets").load_digits(return_X_y=True)
     return ClassificationData.from_arrays(features, labels, name="digits", source="scikit-learn load_digits")
 
 
@@ -191,7 +191,7 @@ def _load_table(name: str, data_dir: str | Path | None) -> ClassificationData:
     numeric = inputs.drop(columns=levels).astype("float64").to_numpy()
     blocks = [_standardise(numeric)] if numeric.shape[1] else []
     if levels:
-        encoder = _import("sklearn.preprocessing").OneHotEncoder(sparse_output=False, dtype=np.float32)
+        encoder = import_data_library("sklearn.preprocessing").OneHotEncoder(sparse_output=False, dtype=np.float32)
         blocks.append(encoder.fit_transform(inputs[levels].astype(str).to_numpy(dtype=object)))
     features = np.concatenate(blocks, axis=1)
     return ClassificationData.from_arrays(features, labels, standardise=False, name=name, source=source)
@@ -199,7 +199,7 @@ def _load_table(name: str, data_dir: str | Path | None) -> ClassificationData:
 
 def _read(name: str, table: _Table, data_dir: str | Path | None) -> tuple[Any, str]:
     """Return the table as a pandas frame without missing values, and where it came from."""
-    pandas = _import("pandas")
+    pandas = import_data_library("pandas")
     folder = data_dir if data_dir is not None else os.environ.get("ENSEMBLEPP_DATA") or None
     path = None if folder is None else Path(folder) / table.file
     if path is not None and path.is_file():
@@ -207,7 +207,7 @@ def _read(name: str, table: _Table, data_dir: str | Path | None) -> tuple[Any, s
         return pandas.read_csv(path, keep_default_na=False, skipinitialspace=True), str(path)
     if data_dir is not None:
         raise ParameterError("data_dir", "load_dataset", f"hold {table.file} for {name!r}", str(data_dir))
-    datasets = _import("sklearn.datasets")
+    datasets = import_data_library("sklearn.datasets")
     try:
         bunch = datasets.fetch_openml(data_id=table.openml_id, as_frame=True, parser="auto")
     except (OSError, HTTPException, ValueError) as error:
@@ -224,17 +224,9 @@ def _read(name: str, table: _Table, data_dir: str | Path | None) -> tuple[Any, s
 
 
 def _standardise(values: Float[np.ndarray, "rows feature_dim"]) -> Float[np.ndarray, "rows feature_dim"]:
-    scaled = np.clip(_import("sklearn.preprocessing").StandardScaler().fit_transform(values), -CLIP, CLIP)
+    scaled = np.clip(import_data_library("sklearn.preprocessing").StandardScaler().fit_transform(values), -CLIP, CLIP)
     scaled[:, values.min(axis=0) == values.max(axis=0)] = 0  # exactly, where the rounded mean left a residue
     return np.asarray(scaled)
-
-
-def _import(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        message = f"{module.partition('.')[0]} is missing; install it with: pip install 'ensemblepp[data]'"
-        raise ImportError(message, name=error.name) from error
 
 
 def _describe(value: object) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float32
 from numpy.typing import NDArray
 
+from ensemblepp.envs.common import import_data_library
 from ensemblepp.envs.datasets import ClassificationData
 from ensemblepp.errors import ParameterError, check_choice, check_int
 
@@ -78,7 +78,7 @@ def load_posts(name: str, *, data_dir: str | Path | None = None, num_posts: int 
         raise FileNotFoundError(
             f"{path} is missing: pass data_dir= or set ENSEMBLEPP_DATA to a folder with {_FILES[name]}"
         )
-    frame = _import("pandas").read_csv(path, keep_default_na=False)
+    frame = import_data_library("pandas").read_csv(path, keep_default_na=False)
     if name == "davidson":
         return Posts(frame["tweet"].tolist(), (frame["class"] != 2).to_numpy(bool), name, str(path))
     return Posts(frame["test_case"].tolist(), (frame["label_gold"] == "hateful").to_numpy(bool), name, str(path))
@@ -122,7 +122,10 @@ def hashed_features(fitting: list[str], *others: list[str], dim: int = 64, seed:
     """
     if len(fitting) <= check_int("dim", "hashed_features", dim):
         raise ParameterError("fitting", "hashed_features", f"hold more than dim = {dim} texts", len(fitting))
-    text, decomposition = _import("sklearn.feature_extraction.text"), _import("sklearn.decomposition")
+    text, decomposition = (
+        import_data_library("sklearn.feature_extraction.text"),
+        import_data_library("sklearn.decomposition"),
+    )
     hashing = text.HashingVectorizer(analyzer="char_wb", ngram_range=(2, 4), n_features=2**16, alternate_sign=False)
     reduce = decomposition.TruncatedSVD(dim, random_state=seed).fit(hashing.transform(fitting))
     found = [reduce.transform(hashing.transform(texts)) for texts in (fitting, *others)]
@@ -134,11 +137,3 @@ def standardise(features: list[NDArray[Any]]) -> list[NDArray[np.float32]]:
     mean, spread = features[0].mean(0), features[0].std(0)
     spread = np.where(spread > 0, spread, 1.0)
     return [np.clip((each - mean) / spread, -5, 5).astype(np.float32) for each in features]
-
-
-def _import(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        message = f"{module.partition('.')[0]} is missing; install it with: pip install 'ensemblepp[data]'"
-        raise ImportError(message, name=error.name) from error
