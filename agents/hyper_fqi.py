@@ -185,9 +185,9 @@ class HyperFQI(ValueLearner):
         prior = self.network.prior(x)
         if prior is not None:
             chosen = chosen.with_prior(select_members(prior, action), self.prior_scale)
-        perturbation = batch["perturbation"] if self.noise_scale else torch.zeros_like(chosen.members.squeeze(2))
+        perturbation = batch.get("perturbation")  # not stored without noise
         loss, gradient = expected_index_loss(chosen, target, perturbation, self.noise_scale, self.index_loss_weight)
-        self.network.backward(cache, scatter_actions(gradient / self.batch_size, action, self.num_actions))
+        self.network.backward(cache, scatter_actions(gradient.div_(self.batch_size), action, self.num_actions))
         return loss.mean(-1)
 
     def _bootstrap(self, x: Tensor) -> Float[Tensor, "replicas batch"]:

@@ -34,7 +34,9 @@ class IndexedOutput:
 
     def with_prior(self, prior: Float[Tensor, "*lead out index_dim"], scale: float | Tensor) -> IndexedOutput:
         """Return the output with the prior functions' values, times `scale`, added to the members."""
-        return IndexedOutput(self.mean, self.members + scale * prior)
+        if isinstance(scale, Tensor):
+            return IndexedOutput(self.mean, self.members + scale * prior)
+        return IndexedOutput(self.mean, torch.add(self.members, prior, alpha=scale))
 
     def select(self, out: Int[Tensor, "*lead"]) -> IndexedOutput:
         """Return one output of each input, as (*lead, 1) and (*lead, 1, index_dim)."""

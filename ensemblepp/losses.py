@@ -18,7 +18,7 @@ PointLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def expected_index_loss(
     output: IndexedOutput,
     target: Float[Tensor, "*lead"],
-    perturbation: Float[Tensor, "*lead index_dim"],
+    perturbation: Float[Tensor, "*lead index_dim"] | None,
     noise_scale: float | Tensor,
     index_weight: float = 1.0,
 ) -> tuple[Float[Tensor, "*lead"], Float[Tensor, "*lead columns"]]:
@@ -34,7 +34,7 @@ def expected_index_loss(
     Args:
         output: Of one output per datum: mean (*lead, 1), members (*lead, 1, index_dim).
         target: y.
-        perturbation: z, stored with the datum.
+        perturbation: z, stored with the datum; None where sigma is zero and nothing was stored.
         noise_scale: sigma, the noise's standard deviation in the units of y.
         index_weight: c: 1 for reference indices, 1 / M for indices of norm 1.
 
@@ -44,7 +44,9 @@ def expected_index_loss(
     Source: Ensemble++ (arXiv 2407.13195), equation of the symmetrised loss; expectation in closed form.
     """
     mean_error = output.mean - target.unsqueeze(-1)
-    errors = output.members.squeeze(-2) - noise_scale * perturbation
+    errors = output.members.squeeze(-2)
+    if perturbation is not None:
+        errors = errors - noise_scale * perturbation
     gradient = torch.cat([mean_error, errors if index_weight == 1.0 else index_weight * errors], dim=-1).mul_(2)
     loss = mean_error.squeeze(-1).square() + index_weight * errors.square().sum(-1)
     return loss, gradient

@@ -108,7 +108,7 @@ class TransitionReplay(Replay):
         if self.n_step == 1:
             batch = self._take(first % self.capacity)
             del batch["ended"]
-            batch["discount"] = torch.where(batch["terminated"], 0.0, self.discount)
+            batch["discount"] = ~batch["terminated"] * self.discount
             batch["steps"] = torch.ones_like(first)
             return batch
         ahead = first.unsqueeze(-1) + self._ahead

@@ -127,10 +127,8 @@ class DeepSea:
         ended = self._row == self.size
         successor = torch.full_like(column, self.size * self.size) if ended else self._observe()
         observation = self.reset() if ended else successor
-        never = torch.zeros_like(right)
-        return ValueStep(
-            observation, successor, reward, torch.full_like(right, ended), never, valid=torch.ones_like(right)
-        )
+        never, always = torch.zeros_like(right), torch.ones_like(right)
+        return ValueStep(observation, successor, reward, always if ended else never, never, valid=always)
 
     def _disturb(
         self, reward: Float[Tensor, " replicas"], right: Bool[Tensor, " replicas"]

@@ -29,9 +29,10 @@ def _start(torso: MLP, rows: float, biases: float, generator: torch.Generator) -
 def measure(spec: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
     """Return, per variant, the episodes that every learner needed; None where the budget did not suffice."""
     torch.set_num_threads(1)
-    size, replicas, seed = spec["size"], spec["num_replicas"], spec["seed"]
+    replicas, seed = spec["num_replicas"], spec["seed"]
     cells = {}
     for name, variant in spec["variants"].items():
+        size, budget = variant.get("size", spec["size"]), variant.get("budget", spec["budget"])
         environment = DeepSea(size, num_replicas=replicas, seed=seed)
         options = {**preset, **variant.get("agent", {})}
         agent = HyperFQI((), 2, num_states=environment.num_states, num_replicas=replicas, seed=seed, **options)
@@ -43,8 +44,8 @@ def measure(spec: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any
             agent.network.load_state_dict(agent.network.state_dict())  # tabulates the prior anew
             agent.target = agent.network.clone()
         judge = Evaluation(5, solve_return=0.985, stop_when_solved=True)
-        runs = run_value(agent, environment, spec["budget"] * size, evaluation=judge, seed=seed)
-        cells[name] = {"budget": spec["budget"], "episodes_to_solve": runs.episodes_to_solve}
+        runs = run_value(agent, environment, budget * size, evaluation=judge, seed=seed)
+        cells[name] = {"budget": budget, "episodes_to_solve": runs.episodes_to_solve}
         print(f"{name}: {runs.episodes_to_solve}", flush=True)
     return cells
 
