@@ -19,7 +19,7 @@ from ensemblepp.intervals import Interval, Statistic, bootstrap_interval
 from ensemblepp.pairs import PAIRS, select_pair
 from ensemblepp.plots import plot_regret
 from ensemblepp.preferences import PreferenceLearner
-from ensemblepp.run_display import progress_bar, scalar_writer
+from ensemblepp.run_display import progress_bar, recording, scalar_writer
 from ensemblepp.seeding import make_generator
 from ensemblepp.store import RunFolder
 from ensemblepp.types import DuelFeedback, StateDict
@@ -139,7 +139,7 @@ def run_duels(
     if saved is not None and saved.exists():
         loop.load_state_dict(checkpoint.load(saved, kind=_CHECKPOINT_KIND))
     writer = scalar_writer(folder, loop.step) if tensorboard and folder is not None else None
-    try:
+    with recording(folder, writer, lambda: loop.cpu_seconds):
         with progress_bar("accuracy {task.fields[shown]}", progress) as bar:
             task = bar.add_task("", total=horizon, completed=loop.step, shown="")
             refreshed = 0.0
@@ -158,13 +158,6 @@ def run_duels(
             runs.environment = folder.manifest.environment
             runs.save(folder)
         return runs
-    except BaseException as error:
-        if folder is not None:
-            folder.fail(error, max(0.0, loop.cpu_seconds - folder.manifest.cpu_seconds))
-        raise
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 class _Loop:

@@ -19,7 +19,7 @@ from ensemblepp.diagnostics import PosteriorDiagnostics
 from ensemblepp.errors import ParameterError, check_int
 from ensemblepp.intervals import Interval, Statistic, bootstrap_interval
 from ensemblepp.plots import plot_regret
-from ensemblepp.run_display import progress_bar, scalar_writer
+from ensemblepp.run_display import progress_bar, recording, scalar_writer
 from ensemblepp.store import RunFolder
 from ensemblepp.types import Agent, Environment, Stoppable, Transition
 
@@ -165,7 +165,7 @@ def run_bandit(
         loop.load_state_dict(checkpoint.load(saved, kind=_CHECKPOINT_KIND))
     writer = scalar_writer(folder, loop.step) if tensorboard and folder is not None else None
     bar = progress_bar("regret {task.fields[shown]:.1f}", progress)
-    try:
+    with recording(folder, writer, lambda: loop.cpu_seconds):
         with bar:
             task = bar.add_task("", total=horizon, completed=loop.step, shown=0.0)
             refreshed = 0.0
@@ -190,13 +190,6 @@ def run_bandit(
         if loop.all_stopped:
             raise LearningStopped(runs)
         return runs
-    except BaseException as error:
-        if folder is not None:
-            folder.fail(error, max(0.0, loop.cpu_seconds - folder.manifest.cpu_seconds))
-        raise
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 class _Loop:

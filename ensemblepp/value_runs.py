@@ -17,7 +17,7 @@ from ensemblepp import checkpoint
 from ensemblepp.errors import ParameterError, check_int
 from ensemblepp.files import write_atomic
 from ensemblepp.intervals import Interval, bootstrap_interval
-from ensemblepp.run_display import progress_bar, scalar_writer
+from ensemblepp.run_display import progress_bar, recording, scalar_writer
 from ensemblepp.seeding import make_generator
 from ensemblepp.store import RunFolder
 from ensemblepp.value_evaluation import Evaluation, evaluate
@@ -116,7 +116,7 @@ def run_value(
         loop.load_state_dict(checkpoint.load(saved, kind=CHECKPOINT_KIND))
     writer = scalar_writer(folder, loop.step) if tensorboard and folder is not None else None
     bar = progress_bar("return {task.fields[shown]:.2f}", progress)
-    try:
+    with recording(folder, writer, lambda: loop.cpu_seconds):
         with bar, _flush_denormals():
             task = bar.add_task("", total=horizon, completed=loop.step, shown=np.nan)
             refreshed = -np.inf
@@ -136,13 +136,6 @@ def run_value(
             checkpoint.save(saved, loop.state_dict(), kind=CHECKPOINT_KIND)
             _write(runs, loop, folder)
         return runs
-    except BaseException as error:
-        if folder is not None:
-            folder.fail(error, max(0.0, loop.cpu_seconds - folder.manifest.cpu_seconds))
-        raise
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 def _write(runs: ValueRuns, loop: _Loop, folder: RunFolder) -> None:
