@@ -51,5 +51,5 @@ $(USER_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e '.[data,dev,llm,trl]'
+	$(PIP_INSTALL) -e '.[data,dev,llm,trl,video]'
 	touch $(USER_STAMP) $@

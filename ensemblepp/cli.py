@@ -29,7 +29,8 @@ from ensemblepp.report import build_report
 from ensemblepp.runs import LearningStopped, run_bandit
 from ensemblepp.store import RunFolder, RunFolderError
 from ensemblepp.value import build_problem as build_value_problem
-from ensemblepp.value import run_folder
+from ensemblepp.value import load_run, run_folder
+from ensemblepp.value_video import EPISODE_FILE, check_recordable, record_episode
 
 USAGE = """ensemblepp: Thompson-sampling exploration with Ensemble++
 
@@ -47,7 +48,7 @@ commands:
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 # Keys that say where and how a run is carried out; every other key is part of what the run is.
-_CONDUCT = ("output_dir", "checkpoint_period", "tensorboard", "progress", "overwrite", "resume")
+_CONDUCT = ("output_dir", "checkpoint_period", "tensorboard", "progress", "overwrite", "resume", "video")
 
 Result = TypeVar("Result")
 
@@ -112,6 +113,7 @@ class ValueConfig:
     progress: bool = True
     overwrite: bool = False
     resume: str | None = None
+    video: bool = False
 
 
 @dataclass
@@ -296,14 +298,24 @@ def _run_bandit(config: DictConfig) -> None:
 
 def _run_value(config: DictConfig) -> None:
     if config.resume is None:
-        build_value_problem(config)  # before a folder is made: a bad value leaves nothing behind
+        _, environment = build_value_problem(config)  # before a folder is made: a bad value leaves nothing behind
+        if config.video:
+            check_recordable(environment, EPISODE_FILE)
         identity, labels, path = _identify(config)
         folder = _open_folder(config, identity, labels, path)
     else:
         folder = _open_resumed(config)
     if folder.status == "finished":
         print("  already finished; overwrite=true runs it again")
-        return
+    else:
+        _play_values(config, folder)
+    if config.video:
+        agent, environment = load_run(folder.path)
+        total = record_episode(agent, environment, folder.path / EPISODE_FILE, seed=config.seed)
+        print(f"  {os.path.relpath(folder.path / EPISODE_FILE)}: an evaluation episode of return {total:g}")
+
+
+def _play_values(config: DictConfig, folder: RunFolder) -> None:
     conduct = {key: config[key] for key in ("checkpoint_period", "tensorboard", "progress")}
     runs = run_folder(folder, OmegaConf.create(folder.config), conduct)
     for name, interval in runs.summary().items():

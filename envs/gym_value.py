@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from jaxtyping import Int, Shaped
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ensemblepp.envs.common import check_setup, check_state
@@ -102,6 +103,7 @@ class GymValue(_GymProblem):
         self._owner = "GymValue"
         self.device = check_setup(self._owner, num_replicas, seed, device, torch.float32)
         self.num_replicas = num_replicas
+        self._id = env if isinstance(env, str) else None
         if isinstance(env, str):
             self._make: Callable[[], gymnasium.Env[Any, Any]] = lambda: gymnasium.make(env, **make_options)
         elif callable(env):
@@ -127,10 +129,51 @@ class GymValue(_GymProblem):
     def make_evaluation(self, copies: int) -> GymValue:
         """Return R * `copies` environments of their own; gymnasium's have no memory that replicas could differ in."""
         check_int("copies", self._owner, copies)
+        return self._copy(self.num_replicas * copies, self._make)
+
+    def _copy(self, count: int, make: Callable[[], gymnasium.Env[Any, Any]]) -> GymValue:
         copy = object.__new__(GymValue)
         copy.__dict__ |= self.__dict__
-        copy._begin(self.num_replicas * copies)
+        copy._make = make
+        copy._begin(count)
         return copy
+
+    def check_rendering(self) -> None:
+        """Raise unless the environments can draw themselves as pixels.
+
+        Raises:
+            ParameterError: "rgb_array" is not among their render modes, or a function made them with another one.
+        """
+        env = self._envs[0]
+        modes = env.metadata.get("render_modes", [])
+        if "rgb_array" not in modes:
+            raise ParameterError("env", self._owner, 'have the render mode "rgb_array" to be drawn', modes or "none")
+        if self._id is None and env.render_mode != "rgb_array":
+            rule = 'make environments with render_mode="rgb_array" to be drawn'
+            raise ParameterError("env", self._owner, rule, repr(env.render_mode))
+
+    def make_rendering(self) -> GymValue:
+        """Return R environments that draw themselves as pixels, see `render`.
+
+        Raises:
+            ParameterError: As `check_rendering`.
+        """
+        self.check_rendering()
+        if self._id is None:
+            return self._copy(self.num_replicas, self._make)
+        name, options = self._id, {**self._options, "render_mode": "rgb_array"}
+        return self._copy(self.num_replicas, lambda: gymnasium.make(name, **options))
+
+    def render(self, replica: int = 0) -> NDArray[np.uint8]:
+        """Return what one replica looks like now, (height, width, 3), of an environment from `make_rendering`.
+
+        Raises:
+            ImportError: What the environment draws with is missing.
+        """
+        try:
+            return np.asarray(self._envs[replica].render(), dtype=np.uint8)
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise ImportError(f"{error}. The extra brings it: pip install 'ensemblepp[video]'") from error
 
     def _begin_episode(self, replica: int) -> None:
         draw = torch.randint(_LARGEST_SEED, (), generator=self._streams["episodes"])
