@@ -41,11 +41,11 @@ def record_episode(
         ParameterError: An environment that cannot draw itself, or a value that breaks a rule, by name.
         ImportError: Pillow is missing, or what the environment draws with.
     """
-    check_recordable(environment, path)
+    problem = check_recordable(environment, path)
     check_real("frame_rate", _OWNER, frame_rate, above=1000 / _LARGEST_DELAY)
     if check_int("replica", _OWNER, replica, minimum=0) >= agent.num_replicas:
         raise ParameterError("replica", _OWNER, f"be below the agent's {agent.num_replicas}", replica)
-    rendering = environment.make_rendering()
+    rendering = problem.make_rendering()
     try:
         observation, index = rendering.reset(seed), agent.draw_evaluation_index(1)
         frames, total, playing = [rendering.render(replica)], 0.0, True
@@ -66,8 +66,8 @@ def record_episode(
     return total
 
 
-def check_recordable(environment: ValueEnvironment, path: str | os.PathLike[str]) -> None:
-    """Raise unless `record_episode` can show this environment and write that file.
+def check_recordable(environment: ValueEnvironment, path: str | os.PathLike[str]) -> GymValue:
+    """Return the environment if `record_episode` can show it and write that file.
 
     Raises:
         ParameterError: The environment cannot draw itself as pixels, or the path does not end in .gif.
@@ -79,6 +79,7 @@ def check_recordable(environment: ValueEnvironment, path: str | os.PathLike[str]
     if Path(path).suffix.lower() != ".gif":
         raise ParameterError("path", _OWNER, "end in .gif", repr(str(path)))
     _images()
+    return environment
 
 
 def _images() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks import common
+from benchmarks.search import best
 from ensemblepp.intervals import bootstrap_interval, paired_difference
 
-OURS = ("linear", "linear_full", "neural")
+OURS = ("linear", "linear_full", "neural", "neural_upper", "random_features", "preset")
 
 
 def trials_of(content: Mapping[str, Any], method: str) -> dict[str, Any]:
@@ -71,8 +73,9 @@ def search_table(config: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     rows = []
     for method, spec in config["methods"].items():
         tried = trials_of(content, method)
+        chosen = json.dumps(best(tried)) if tried else None
         for options, trial in tried.items():
-            mark = " (chosen)" if trial["score"] == min(each["score"] for each in tried.values()) else ""
+            mark = " (chosen)" if options == chosen else ""
             regret = f"{trial['regret']['posts_64']:.0f}{mark}"
             rows.append([spec["title"], options.strip("{}").replace('"', ""), regret])
     return common.make_table(["method", "options", "regret at 5,000"], rows)

@@ -32,6 +32,7 @@ def load_config(path: Path = FOLDER / "config.yaml") -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     for spec in config["methods"].values():
         spec.setdefault("grid", {})
+        spec.setdefault("network", True)
     return config
 
 
@@ -83,7 +84,7 @@ def play(
         if linear:
             variance = config["linear"]["prior_sd"] ** 2 / environment.feature_dim
             options |= {"noise_scale": config["linear"]["noise_scale"], "prior_covariance": variance}
-        else:
+        elif spec["network"]:
             options = {**config["network"], **options}
         agent: Any = kind(environment.feature_dim, num_arms=environment.num_arms, **options, **shared)
         runs = run_bandit(agent, environment, horizon)

@@ -30,9 +30,9 @@ class ResponseSelector:
     """Thompson sampling over the responses of a language model.
 
     The backbone turns prompt and response into features once; a `PreferenceLearner` on them holds the posterior. All
-    responses of one prompt share an index, so equal responses score alike and a draw is joint. The last 1,024 texts are
-    remembered, so that `learn` after a choice takes no forward pass: it moves the head alone and writes it back into
-    the model, which can be saved and used as a reward model at any time.
+    responses of one prompt share an index, so a draw is joint, and equal responses score alike up to rounding. The last
+    1,024 texts are remembered, so that `learn` after a choice takes no forward pass: it moves the head alone and writes
+    it back into the model, which can be saved and used as a reward model at any time.
 
     Every method takes one prompt with its responses, or a list of prompts with a list of responses each, of any
     lengths. A prompt is a string or a chat (a list of messages).

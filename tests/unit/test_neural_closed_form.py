@@ -13,6 +13,7 @@ from ensemblepp.agents import (
     NeuralLinear,
     RandomFeatureEnsemblePP,
 )
+from ensemblepp.errors import ParameterError
 from ensemblepp.linear import LinearPosterior
 from tests.neural_cases import ARMS, DIM, EVERY, EXACT, SMALL, datum, normal, taught
 
@@ -120,7 +121,7 @@ RANDOM = partial(RandomFeatureEnsemblePP, DIM, num_features=5, index_dim=4, num_
 
 @pytest.mark.parametrize("option", ["updates_per_step", "replay_capacity", "batch_size", "update_period", "min_data"])
 def test_random_features_have_no_options_of_training(option: str) -> None:
-    with pytest.raises(TypeError, match=option):
+    with pytest.raises(ParameterError, match=rf"^{option} of RandomFeatureEnsemblePP .*; got 2\.$"):
         RANDOM(**{option: 2})
 
 
